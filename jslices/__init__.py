@@ -106,7 +106,7 @@ __version__ = "0.1.0"
 
 _keep_memory_if_set()
 
-#: What is loaded when it is first used, and the module that it is or is in.
+#: Names that are loaded when first used, and their modules.
 _LAZY = {
     "HostTable": "jslices._host_table.table",
     "Saver": "jslices.checkpoint",

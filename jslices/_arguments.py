@@ -1,7 +1,7 @@
-"""Checks of arguments: what one may be stands once, in the annotation of its type.
+"""Checks of arguments: the annotation of a type says, once, what an argument may be.
 
 ``Decay = Annotated[float, Number(at_least=0, below=1)]`` is a type for the reader and the
-type checker, and :func:`check_arguments` refuses what it does not describe.
+type checker, and :func:`check_arguments` refuses other values.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Domain(Protocol):
     """The values that an argument may have; ``str`` names them."""
 
     def check(self, call: str, argument: str, value: object) -> None:
-        """Raise a TypeError or ValueError that names the argument, if it is not that."""
+        """Raise a TypeError or ValueError that names the argument for any other value."""
 
 
 def check_arguments(
@@ -31,8 +31,8 @@ def check_arguments(
 ) -> None:
     """Refuse arguments that are not what their annotations say.
 
-    ``call`` is the name of the function, for errors. What is annotated neither as ``bool``
-    nor by ``Annotated`` with a :class:`Domain` is not checked.
+    ``call`` is the name of the function, for errors. Only arguments annotated as ``bool``,
+    or by ``Annotated`` with a :class:`Domain`, are checked.
     """
     for argument, value in arguments.items():
         domain, optional = _domain(annotations.get(argument))
@@ -48,7 +48,7 @@ def refused(
 
 
 def shown(value: object) -> str:
-    """A short text for any value: shapes stand for large arrays."""
+    """A short text for any value; of large arrays only the shape."""
     if isinstance(value, np.ndarray | jax.Array):
         traced = np.ndim(value) or isinstance(value, jax.core.Tracer)
         return f"{value.dtype}{list(value.shape)}" if traced else f"{value}"
@@ -57,10 +57,10 @@ def shown(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A real number, or an array ``[]`` of one; what is traced passes with any value.
+    """A real number, or an array ``[]`` of one; traced ones pass with any value.
 
     Attributes:
-      at_least, above, at_most, below: bounds, of which the first and third are values.
+      at_least, above, at_most, below: bounds; the first and third are allowed values.
       integer: whether it must be an int.
       infinite: whether infinity is a value.
       schedule: whether it may also be a function of the step.
@@ -169,7 +169,7 @@ class OneOf:
 
 
 def check_array(name: str, value: object, wanted: str = "an array") -> None:
-    """Refuse what JAX makes no array of: strings, None, objects."""
+    """Refuse values that JAX cannot make an array of: strings, None, objects."""
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     likely = isinstance(value, numbers.Number | list | tuple) or any(
         hasattr(value, name) for name in ("dtype", "__jax_array__", "__array__")

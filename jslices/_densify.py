@@ -20,8 +20,8 @@ _LIBRARIES = tuple(
         for name in ("stdlib", "platstdlib", "purelib", "platlib")
     }
 )
-# Python's own "once per line" memory for the warnings that are issued here, of each file: a
-# cell of a notebook is one.
+# Python's own "once per line" memory for the warnings issued here, by file; the cell of a
+# notebook is a file.
 _registry: dict[str, dict[Any, Any]] = {}
 
 
@@ -72,7 +72,7 @@ UNKNOWN_LINE = UserLine("<unknown>", 0)
 
 
 def pick_user_line(frames: Iterable[tuple[str, int]]) -> UserLine:
-    """The innermost of frames, as file and line, that is of the user's own program.
+    """The innermost frame of the user's own program, as file and line.
 
     Frames of jslices and JAX never count. Frames of installed libraries count only when
     nothing else is on the stack: "your line that called ``nn.Embed``" helps, the line
@@ -116,8 +116,8 @@ def warn_dense(
 def raise_at(line: UserLine, error: Exception) -> NoReturn:
     """Raises ``error`` so that its traceback ends at the user's line.
 
-    That line is not running any more (or not yet: a program is traced first and judged
-    later), so a frame that looks like it is made by compiling a ``raise`` for its place.
+    That line is no longer running (or not yet: a program is traced first and judged later),
+    so compiling a ``raise`` for its place makes a frame that looks like it.
     """
     source = "\n" * (line.line - 1) + "raise error"
     code = compile(source, line.file, "exec")

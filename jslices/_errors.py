@@ -2,21 +2,21 @@
 
 
 class InvalidArgumentError(ValueError):
-    """An argument that no state could make right; whatever it was meant for is unchanged.
+    """An argument that is wrong in any state; nothing has changed.
 
     Source: ``tf.errors.InvalidArgumentError``, which is no ``ValueError``.
     """
 
 
 class CancelledError(RuntimeError):
-    """What was waited for will not come: the object was closed.
+    """The wait is over: the object was closed.
 
     Source: ``tf.errors.CancelledError``.
     """
 
 
 class DeadlineExceededError(TimeoutError):
-    """What was waited for did not come within the timeout; nothing has changed.
+    """The timeout has passed; nothing has changed.
 
     Source: ``tf.errors.DeadlineExceededError``.
     """
@@ -30,7 +30,7 @@ class UnavailableError(ConnectionError):
 
 
 class FailedPreconditionError(RuntimeError):
-    """What was asked for needs a state that is not there, such as an initialised variable.
+    """The operation needs another state first, such as an initialised variable.
 
     Source: ``tf.errors.FailedPreconditionError``.
     """
@@ -44,14 +44,14 @@ class OutOfRangeError(IndexError):
 
 
 class NotFoundError(FileNotFoundError, KeyError):
-    """Something that was asked for by name is not there: a file, or a variable in it.
+    """Something of this name does not exist: a file, or a variable in it.
 
     Source: ``tf.errors.NotFoundError``.
     """
 
 
 class DataLossError(ValueError):
-    """A file is damaged: what it holds is not what was written.
+    """A file is damaged: its contents are not what was written.
 
     Source: ``tf.errors.DataLossError``.
     """

@@ -5,7 +5,7 @@ REQUIREMENT = "jslices{extras} @ git+https://github.com/jslices/jslices"
 
 
 def install_command(extra: str = "") -> str:
-    """What installs jslices with an optional part, as messages and pages say it.
+    """The command that installs jslices with an optional part, for messages and pages.
 
     Example:
       >>> print(install_command("keras"))

@@ -77,7 +77,7 @@ def identity_primitive(name: str, passed: int = 0) -> Primitive:
 def split_alike(pattern: jax.Array, x: jax.Array) -> jax.Array:
     """``x``, on a mesh of Auto axes split over devices as ``pattern``, of the same shape.
 
-    Nothing else comes of ``pattern``, but the program is one of its devices.
+    ``pattern`` has no other effect, but makes the program one of its devices.
     """
     return _split_alike_p.bind(pattern, x)
 
@@ -153,7 +153,7 @@ def define_keys(name: str, tag: str, words: int) -> tuple[Any, Any]:
 
 
 def key_parts(keys: KeyArray) -> tuple[Any, Any]:
-    """The kind of an array of random keys, and the integers that it stands on."""
+    """The kind of an array of random keys, and the integers below it."""
     return keys._impl, keys._base_array
 
 
@@ -214,13 +214,13 @@ def varying_axes(*avals: Aval) -> frozenset[str]:
 
 
 def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """``x`` as one that may differ along ``axes``, where it was the same everywhere."""
+    """``x`` as an array that may differ along ``axes``; it was the same everywhere."""
     new = axes - varying_axes(jax.typeof(x)) if axes else axes
     return lax.pcast(x, tuple(sorted(new)), to="varying") if new else x
 
 
 def as_varying_as(others: Iterable[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
-    """``arrays`` that may differ where the ``others`` do."""
+    """``arrays``, marked as varying along the axes along which the ``others`` vary."""
     axes = varying_axes(*map(jax.typeof, others))
     return [as_varying(x, axes) for x in arrays]
 
@@ -239,8 +239,8 @@ def bind(
 ) -> list[Any]:
     """Runs one equation on ``operands``, its name stack and source line preserved.
 
-    Where all axes of a mesh are Auto they stay so, though the types of the equation that
-    was traced say more.
+    If all axes of a mesh are Auto they stay so, even if the types of the traced equation
+    say more.
 
     With ``as_function``, for equations that have an :func:`operation`, as the call of a
     jitted function. JAX linearizes a primitive anew each time, which takes twice as long as
@@ -324,7 +324,7 @@ def eval_minimal(
 
 
 def has_auto_axes(eqn: Equation) -> bool:
-    """Whether it was traced where XLA decides how arrays are split, and no type says it."""
+    """Whether it was traced on Auto axes: XLA decides how arrays are split, not types."""
     return _is_auto(eqn.ctx.cur_abstract_mesh)
 
 
@@ -354,8 +354,8 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
 def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, Any]:
     """The keyword arguments with which ``jax.checkpoint`` wraps the same function.
 
-    That function takes one more operand, which comes first, and of the others those that
-    are ``passed``.
+    That function takes one more operand, which comes first, and only the ``passed`` ones of
+    the others.
     """
     prevent_cse = params.get("prevent_cse", True)
     if isinstance(prevent_cse, tuple):
@@ -375,7 +375,7 @@ def user_line(source: Source) -> UserLine:
 def is_library_call(eqn: Equation) -> bool:
     """True for a call of one of JAX's own jitted functions, such as ``jnp.take``.
 
-    JAX keeps its trace, with the lines of whoever called it first, for every later call.
+    JAX keeps its trace, with the lines of its first caller, for every later call.
     """
     return _file_called(eqn).startswith(JAX_FOLDER)
 
@@ -391,7 +391,7 @@ def _file_called(eqn: Equation) -> str:
 
 
 # What ``call_hi_primitive`` calls (jax 0.12 with ``jax_remat3``, ``jax_custom_jvp3`` and
-# ``jax_custom_vjp3``), by the names of the primitives that it stands for.
+# ``jax_custom_vjp3``), by the names of the primitives that it replaces.
 _HI_PRIMITIVES = {
     "RematTraced": "checkpoint",
     "CustomJVPTraced": "custom_jvp_call",
@@ -413,7 +413,7 @@ def parameters(eqn: Equation) -> dict[str, Any]:
 
 
 def source(eqn: Equation) -> Any:
-    """Where the function stands that an equation calls, as far as is known."""
+    """The place of the function that an equation calls, as far as is known."""
     return getattr(_debug_info(eqn), "func_src_info", None)
 
 
@@ -432,7 +432,7 @@ def body(eqn: Equation) -> Program:
 
 
 def _expanded(eqn: Equation) -> Program:
-    """What a ``call_hi_primitive`` computes, its derivative left aside."""
+    """What a ``call_hi_primitive`` computes, without its derivative."""
     called = eqn.params["_prim"]
 
     def expand(*operands: jax.Array) -> list[Any]:
@@ -457,10 +457,10 @@ def has_started_devices() -> bool:
 
 
 def usual_promotion(fun: F) -> F:
-    """``fun``, in which dtypes promote one another though the user's program be strict.
+    """``fun`` with JAX's usual dtype promotion, even if the user's program is strict.
 
-    That is for what a program says of its own arrays: Optax's arithmetic, which ours is, to
-    the bit, multiplies float32 by an int32 step (``jax_numpy_dtype_promotion="strict"``).
+    ``jax_numpy_dtype_promotion="strict"`` is for the program's own arrays: the arithmetic
+    of Optax, which ours equals to the bit, multiplies float32 by an int32 step.
     """
     usual: F = jax.numpy_dtype_promotion("standard")(fun)
     return usual
@@ -520,16 +520,16 @@ def called_by_any_jax_operator() -> bool:
     return name.startswith("_operator_") or name == "deferring_binary_op"
 
 
-# Where two trees differ JAX's error says nothing of slices. It calls nothing of ours but
-# ``tree_flatten``, so it is there that slices say what to type instead. The name is that of
-# JAX 0.10 and 0.12; should it change, JAX's own error comes back, and tests fail.
+# Where two trees differ JAX's error does not mention slices. It calls only ``tree_flatten``
+# of ours, so slices say there what to type instead. The name is that of JAX 0.10 and 0.12;
+# should it change, JAX's own error comes back, and tests fail.
 
 
 def refuse_other_tree(slices: Any) -> None:
     """Raise in ``slices.tree_flatten`` if JAX is about to say that another tree differs.
 
     Raises:
-      ValueError: if that has something else in place of the slices.
+      ValueError: if the other tree has something else in place of the slices.
     """
     frame = sys._getframe(2).f_back  # who called JAX's tree_flatten
     if frame is None or frame.f_code.co_name != "_prefix_error":

@@ -1,4 +1,4 @@
-"""What an unknown name of a module probably means."""
+"""The likely meaning of an unknown name of a module."""
 
 import difflib
 import sys
@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import NoReturn
 
 _MODULES = "jslices", "jslices.optim", "jslices.tree"
-#: What other libraries call things, or what is a module further.
+#: Names of other libraries, and names that are in another module here.
 _INSTEAD = {
     "clip_by_global_norm": "jslices.optim.clip_global_norm for a transformation, "
     "jslices.clip_by_global_norm(grads, norm) for gradients",

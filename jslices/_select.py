@@ -19,8 +19,8 @@ def sparse_mask(
       a: IndexedSlices, ``values`` ``[K, *D]``, ``indices`` ``[K]``.
       mask_indices: ``[M]`` integers, the rows to leave out. They need be neither in ``a``
         nor unique.
-      size: U, the static number of entries of the result. None: as many as are kept;
-        under jit, where that is not known, K.
+      size: U, the static number of entries of the result. None: as many as are kept, or K
+        under jit, where that is not known.
 
     Returns:
       IndexedSlices of the same ``dense_shape``: the entries whose index is *not* in

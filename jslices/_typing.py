@@ -1,4 +1,4 @@
-"""Names for what JAX leaves untyped, so that a signature says what it takes."""
+"""Types for values that JAX leaves untyped, so that signatures say what they take."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
@@ -11,13 +11,13 @@ PyTree: TypeAlias = Any
 Params: TypeAlias = Any
 #: A pytree that mirrors the parameters: an array, an IndexedSlices or None for each.
 Gradients: TypeAlias = Any
-#: What an optimizer keeps from step to step, a pytree of arrays.
+#: The state of an optimizer, a pytree of arrays.
 State: TypeAlias = Any
-#: What is known of an array while tracing: it has a shape and a dtype.
+#: A traced or described array: it has a shape and a dtype.
 Aval: TypeAlias = Any
 #: A key of ``jax.random``, typed or old.
 Key: TypeAlias = jax.Array
-#: A dimension: an int, or what ``jax.export`` leaves symbolic.
+#: A dimension: an int, or a symbolic one of ``jax.export``.
 Size: TypeAlias = Any
 #: A leaf of a tree of gradients or updates: an array, an IndexedSlices or None.
 Leaf: TypeAlias = Any
@@ -27,7 +27,7 @@ Scalar: TypeAlias = float | jax.Array
 Schedule: TypeAlias = Callable[[jax.Array], Scalar]
 #: The other side of an arithmetic operator: a number, an array or an IndexedSlices.
 Operand: TypeAlias = Any
-#: What stands between the brackets of ``array[...]`` for one axis.
+#: An index along one axis, in the brackets of ``array[...]``.
 Index: TypeAlias = Any
 
 

@@ -1,8 +1,8 @@
 """Names for libraries that are built on jslices: stable, but not for programs.
 
 ``jslices`` itself, ``jslices.optim``, ``jslices.testing`` and ``jslices.tree`` are for
-programs. What the parts around the core (checkpoints, accumulators, tables in host memory,
-TensorFlow's names, Keras) need beyond that is here, and nothing else.
+programs. Here is only what the parts around the core (checkpoints, accumulators, tables in
+host memory, TensorFlow's names, Keras) need beyond that.
 """
 
 # The numbers, and the strings, that an argument may be, and the error for others.
@@ -26,7 +26,7 @@ from jslices._rows.access import canonical_indices as canonical_indices
 from jslices._rows.access import empty_index as empty_index
 from jslices._rows.access import index_dtype as index_dtype
 
-# Reading ids as the lookups do: converted, checked and settled by a mode.
+# Reading ids as the lookups do: converted, checked and normalized by a mode.
 from jslices._rows.ids import as_ids as as_ids
 from jslices._rows.ids import check_mode as check_mode
 from jslices._rows.ids import refuse_bad_ids as refuse_bad_ids
@@ -36,7 +36,7 @@ from jslices._rows.ids import settle as settle
 from jslices._rows.rounding import key_bits as key_bits
 from jslices._rows.rounding import round_rows as round_rows
 
-# A sort of row numbers that is fast on every platform; in which dtype rows are summed.
+# A sort of row numbers that is fast on every platform; the dtype in which rows are summed.
 from jslices._rows.sums import sort_ids as sort_ids
 from jslices._rows.sums import sum_dtype as sum_dtype
 

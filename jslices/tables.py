@@ -1,9 +1,9 @@
 """Many tables of one row shape in one array: one lookup, one sort, one step for all.
 
-A model that looks up 26 arrays holds 26 lookups, sorts and steps, and is compiled as long.
-Here the tables lie below one another in one array ``[V, *D]``, which is one parameter
-like any other: optimizers, clipping, ``exchange=`` and checkpoints need to know nothing.
-:class:`StackedTables` says which rows are whose. Import it by itself::
+A model that looks up 26 arrays has to compile 26 lookups, sorts and steps. Here the tables
+are stacked in one array ``[V, *D]``, a parameter like any other for optimizers, clipping,
+``exchange=`` and checkpoints. :class:`StackedTables` knows which rows belong to which
+table. Import it by itself::
 
     from jslices.tables import StackedTables
 """
@@ -48,7 +48,7 @@ class StackedTables:
 
     Args:
       shapes: from the name of each table to its shape ``(V_t, *D)``, or to anything with a
-        ``shape``, an array say. In the order of the mapping.
+        ``shape``, such as an array. Tables are in this order.
       devices: zero rows are added at the end until this number divides V, as by
         :func:`jslices.padded_rows`, so that the array can be split over devices.
 
@@ -158,7 +158,7 @@ class StackedTables:
     def stack(self, arrays: Mapping[str, ArrayLike]) -> jax.Array:
         """One array ``[V, ...]`` of an array ``[V_t, ...]`` for each table, by name.
 
-        Of tables, or of what an optimizer keeps for each of their rows. Rows added for
+        The arrays are tables, or an optimizer's state for their rows. Rows added for
         devices are zero. Raises InvalidArgumentError for other names or heights.
         """
         self._check_names(arrays, "stack", all_of_them=True)
@@ -173,14 +173,14 @@ class StackedTables:
     def split(self, stacked: jax.Array) -> dict[str, jax.Array]:
         """The inverse of :meth:`stack`: an array ``[V_t, ...]`` for each table, by name.
 
-        For checkpoints and export: names, not offsets, are then what a file depends on.
+        For checkpoints and export: a file then depends on names, not on offsets.
         """
         self._check_stacked(stacked, "split")
         spans = self._spans.items()
         return {name: stacked[first : first + size] for name, (first, size) in spans}
 
     def rows_of(self, old: "StackedTables") -> np.ndarray:
-        """For each row here the one that it was in ``old``, -1 for new ones: ``[V]``.
+        """For each row here its number in ``old``, -1 for new ones: ``[V]``.
 
         Tables are the same by name, and keep their first rows; for
         :func:`jslices.checkpoint.resize_rows`.
@@ -198,7 +198,7 @@ class StackedTables:
     ) -> jax.Array:
         """Row numbers in the array of all tables, of ids of single tables.
 
-        To be looked up by :func:`jslices.embedding_lookup` and its relatives, in any form.
+        For :func:`jslices.embedding_lookup` and its relatives, in any form.
 
         Args:
           ids: ``[...]`` integers, rows of their tables.
@@ -206,15 +206,16 @@ class StackedTables:
             shape that broadcasts to that of ``ids``; or None for ids ``[..., T]``, those of
             table t at place t of the last axis. For padded bags ``[B, T, L]``:
             ``np.arange(T)[:, None]``.
-          mode: what becomes of an id that is not a row of *its* table, which never means a
-            row of another: as in :func:`jslices.embedding_lookup`. By default it is out of
-            range of the array: V, or a negative number where the id is negative.
+          mode: what an id does that is not a row of *its* table, as in
+            :func:`jslices.embedding_lookup`; it never means a row of another table. By
+            default it is out of range of the array: V, or a negative number where the id is
+            negative.
 
         Returns:
           ``[...]`` int32, int64 where ``ids`` are or V needs it.
 
         Raises:
-          InvalidArgumentError: for a table that is not there, or another last axis.
+          InvalidArgumentError: for an unknown table, or another last axis.
           IndexError: in mode ``"check"``, naming table, position and range; under jit
             through ``jax.experimental.checkify``.
         """
@@ -246,7 +247,7 @@ class StackedTables:
                 others = jnp.broadcast_to(tables != number, numbers.shape)
                 refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
         dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
-        # An id of no table finds one without rows.
+        # An id of no table gets a table without rows.
         sizes, firsts = (
             rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
             for x in (self.sizes, self.offsets)
@@ -368,7 +369,7 @@ class StackedTables:
     ) -> Callable[[jax.Array], jax.Array]:
         """A function from rows ``[n]`` of the array of all tables to a value for each.
 
-        For what takes functions of row numbers: rates by table in
+        For functions that take functions of row numbers: rates by table in
         :func:`jslices.optim.scale`, bools for whole tables in
         :func:`jslices.optim.freeze_rows`.
 

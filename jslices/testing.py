@@ -1,15 +1,15 @@
 """Proofs that a training step works in place, and neither makes nor sends whole tables.
 
 All compile the step and read the program. Nothing is run, and ``jax.ShapeDtypeStruct`` may
-stand for arrays, so a test can ask about the real sizes::
+replace arrays, so a test can use the real sizes::
 
     def test_step():
         jslices.testing.assert_in_place(step, params, state, ids, donate_argnums=(0, 1))
         jslices.testing.assert_no_dense_temporary(step, params, state, ids)
         jslices.testing.assert_no_table_on_wire(step, params, state, ids)
 
-What holds on one platform need not hold on another, as XLA decides for each. So name the
-device that the step is for; it need not be there::
+A proof on one platform need not hold on another, as XLA decides for each. So name the
+device that the step is for; it need not exist here::
 
     jslices.testing.assert_in_place(step, params, state, ids, device="v5e")
     jslices.testing.assert_in_place(step, params, state, ids, device="h100:64")
@@ -63,8 +63,8 @@ def assert_in_place(
         argument, and at least 1 MB: XLA often copies the weights of dense layers, whose
         old values the gradients of other layers need, and next to a table that costs
         little. Give ``V * 4`` to include state arrays of one number a row.
-      device: compiles for this device, which need not be here: see :func:`devices`. On
-        several an argument keeps its sharding over a mesh of as many devices, which may be
+      device: compiles for this device, which need not exist here: see :func:`devices`. On
+        several devices an argument keeps its sharding over a mesh of as many, which may be
         a ``jax.sharding.AbstractMesh``, and is replicated if it has none. The default is
         where the arguments are.
 
@@ -121,12 +121,12 @@ def assert_no_dense_temporary(
 ) -> Memory:
     """Asserts that a step makes no temporary as large as a table that it looks up.
 
-    Arguments, results, donated or not, and what is written in place do not count. No other
+    Arguments, results, donated or not, and arrays written in place do not count. No other
     array may have the shape of a table (in any dtype, or transposed), or as many bytes as
-    the largest one.
-    A table is an argument with at least two axes and ``min_bytes`` whose rows are gathered.
-    If the optimizer steps all rows of one, because its gradient has nearly as many
-    (``print(tx.plan(grads, params))`` says so), it is left out where there are others.
+    the largest one. A table is an argument with at least two axes and ``min_bytes`` whose
+    rows are gathered. If the optimizer steps all rows of a table, because its gradient has
+    nearly as many (``print(tx.plan(grads, params))`` says so), that table is left out if
+    there are others.
 
     Args:
       table_bytes: no temporary may have this many bytes, whatever its shape; replaces the
@@ -175,7 +175,7 @@ def assert_no_table_on_wire(
 
     No collective may have an axis as long as a table that is looked up, or as a device's
     part of it, or be as large as that part. A table is an argument with at least two axes
-    and ``min_bytes`` whose rows are gathered. Ask about tables of which each device holds
+    and ``min_bytes`` whose rows are gathered. Use tables so large that each device holds
     more rows than all devices look up together.
 
     Args:
@@ -185,8 +185,8 @@ def assert_no_table_on_wire(
       The :class:`Traffic` of the step.
 
     Raises:
-      AssertionError: lists the collectives, each with its size, what a device receives by
-        it, the operation and the line of the program, and what to write instead.
+      AssertionError: lists the collectives, each with its size, the bytes that a device
+        receives, the operation and the line of the program, and what to write instead.
       ValueError: if no table is looked up.
       NotImplementedError: for a program whose groups of devices cannot be read.
 
@@ -224,13 +224,13 @@ def collectives(
     donate_argnums: int | Sequence[int] = (),
     device: str | None = None,
 ) -> Traffic:
-    """What devices send each other in a step, and where in the program: ``print`` it.
+    """The traffic between devices in a step, with the lines of the program: ``print`` it.
 
     The arguments, their errors and the cost are those of :func:`assert_in_place`.
 
     Returns:
       The :class:`Traffic`: bytes that each device receives, and every
-      :class:`Collective`. One in a loop counts as often as it runs, if the program tells.
+      :class:`Collective`. One in a loop counts as often as it runs, if that is known.
 
     Raises:
       NotImplementedError: for a program whose groups of devices cannot be read.
@@ -252,17 +252,17 @@ def offloads(
     donate_argnums: int | Sequence[int] = (),
     device: str | None = None,
 ) -> dict[str, int]:
-    """What XLA sends to the SparseCores of a TPU: how many pieces of work, by kind.
+    """How many pieces of work XLA sends to the SparseCores of a TPU, by kind.
 
     TPUs v5p, v6e and tpu7x have these cores beside the main ones. XLA sends plain
-    ``table[ids]`` there by itself, and on tpu7x what adds rows to a table as well, but
-    nothing that sets rows.
+    ``table[ids]`` there by itself, and on tpu7x additions to rows of a table as well, but
+    no operation that sets rows.
 
     The arguments, their errors and the cost are those of :func:`assert_in_place`.
 
     Returns:
       A dict, the most frequent kind first: ``gather``, ``scatter``, ``copy`` or ``other``;
-      empty where nothing is sent, so on every device without SparseCores.
+      empty if nothing is sent, as on every device without SparseCores.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices.testing
@@ -278,7 +278,7 @@ def offloads(
 
 
 def devices(name: str) -> tuple[jax.Device, ...]:
-    """Devices that are not here, for which JAX compiles: for a mesh of your own.
+    """Devices that JAX can compile for without having them, for a mesh of your own.
 
     They run nothing. ``jax.ShapeDtypeStruct``s that are sharded over them are arguments for
     ``jax.jit(step).lower(...).compile()``, and for the proofs here without ``device=``.
@@ -307,7 +307,7 @@ def devices(name: str) -> tuple[jax.Device, ...]:
       ...
       ValueError: no device is called 'v5x'. One device: v5e, v5p, ...
 
-    Source: ``jax.experimental.topologies``, with the figures that XLA wants for GPUs.
+    Source: ``jax.experimental.topologies``, with the figures that XLA needs for GPUs.
     """
     return target(name).devices
 

@@ -94,7 +94,7 @@ def flatten_with_path(tree: PyTree, is_leaf: IsLeaf = None) -> tuple[list[Any], 
 
 
 def to_dense(tree: PyTree) -> Any:
-    """The tree with every IndexedSlices replaced by the array it stands for."""
+    """The tree with every IndexedSlices replaced by its dense array."""
     return map(lambda x: x.to_dense() if is_slices(x) else x, tree)
 
 

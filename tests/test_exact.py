@@ -353,6 +353,53 @@ def test_a_step_on_known_numbers_inside_of_a_trace():
     np.testing.assert_allclose(updates.to_dense(), wanted.to_dense(), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ADAM,
+        js.adamw(optax.linear_schedule(0.1, 0.0, 50), untouched="exact"),
+        js.optim.chain(js.optim.clip(0.5), js.sgd(0.1, momentum=0.9, untouched="exact")),
+    ],
+    ids=["adam", "adamw", "chain"],
+)
+def test_rows_that_were_peeked_at_step_as_if_they_had_caught_up(tx):
+    """By ``apply``, and by ``update`` and ``apply_updates``; nothing was written before."""
+    table = np.random.default_rng(3).normal(size=(9, 2)).astype(np.float32)
+    square = lambda rows: (rows**2).sum()  # noqa: E731
+
+    @fast_jit
+    def peeking(table, state, ids):
+        rows = tx.peek(table, state, ids)
+        grads = js.IndexedSlices(jax.grad(square)(rows), ids, table.shape)
+        updates, other = tx.update(grads, state, table, peeked=True)
+        new = tx.apply(grads, state, table, peeked=True)
+        return rows, new, (js.apply_updates(table, updates), other)
+
+    @fast_jit
+    def catching_up(table, state, ids):
+        table, state = tx.catch_up(table, state, ids)
+        grads = js.grad(lambda table: square(table[ids]))(table)
+        return table[ids], tx.apply(grads, state, table)
+
+    mine = other = table, tx.init(table)
+    for ids in np.array([[1, 4, 4], [7, 1, 0], [4, 7, 4], [1, 1, 8]], np.int32):
+        rows, new, in_two = peeking(*mine, ids)
+        wanted, other = catching_up(*other, ids)
+        assert_close((rows, new), (wanted, other), rtol=1e-5)
+        assert_close(in_two, new, rtol=1e-5)
+        mine = new
+    everything = tx.peek(*mine, True)
+    assert_close(everything, tx.flush(*mine)[0])
+    assert tx.peek(*mine, None) is None
+
+
+def test_lazy_ones_have_nothing_to_peek_at():
+    table = jnp.ones((3, 1))
+    assert not js.adam(0.1).peeks and ADAM.peeks
+    with pytest.raises(TypeError, match=r"no peek: .*lazy.*peek=tx\.peek"):
+        js.adam(0.1).peek(table, js.adam(0.1).init(table), jnp.array([1]))
+
+
 def test_ids_of_any_shape_and_out_of_range_ones():
     tx = js.sgd(0.1, momentum=0.9, untouched="exact")
     params = {"table": START, "w": jnp.ones(2)}

@@ -29,16 +29,15 @@ def all_reduce_slices(
 ) -> Any:
     """The **mean** (or ``"sum"``) over devices of gradients, the same on all of them.
 
-    What ``lax.pmean`` and ``lax.psum`` are for arrays, inside ``shard_map`` (or ``vmap``
-    with an ``axis_name``). The default is a mean; that of Horovod is, too. Every device
-    sums its duplicates into U entries, all gather the rows and row numbers of all N
-    devices, and each sums what it got. Where that would move more bytes than an all-reduce
-    of ``[V, *D]``, which the shapes alone decide, the all-reduce is done; the result is the
-    same, in V entries.
+    Like ``lax.pmean`` and ``lax.psum`` of arrays, inside ``shard_map`` (or ``vmap`` with an
+    ``axis_name``). The default is a mean, as in Horovod. Every device sums its duplicates
+    into U entries, gathers the rows and row numbers of all N devices, and sums them. If
+    that would move more bytes than an all-reduce of ``[V, *D]``, which the shapes alone
+    decide, it does the all-reduce; the result is the same, in V entries.
 
-    Parameters that are the same on all devices (``in_specs=P()``) have gradients that JAX
-    has summed already, and dense. Let them differ first, ``params = jax.lax.pcast(params,
-    axis_name, to="varying")``, to get each device's own.
+    If parameters are the same on all devices (``in_specs=P()``), JAX has summed their
+    gradients already, and they are dense. Let them differ first,
+    ``params = jax.lax.pcast(params, axis_name, to="varying")``, to get each device's own.
 
     Args:
       slices: this device's IndexedSlices, ``values`` ``[K, *D]``, ``indices`` ``[K]``, or a
@@ -53,7 +52,7 @@ def all_reduce_slices(
     Returns:
       The tree, in which slices have unique ``indices``: ``min(N * U, V)`` entries,
       ascending and then the empty ones; after an all-reduce V entries, empty where no
-      device had the row. Optimizers touch the rows that some device had, and no others.
+      device had the row. Optimizers touch only the rows that some device had.
       Arrays are those of ``lax.pmean`` or ``lax.psum``.
 
     Raises:
@@ -102,7 +101,7 @@ def all_reduce_slices(
 
 
 def _refuse_summed(path: tuple[Any, ...], x: ArrayLike, axes: tuple[str, ...]) -> None:
-    """Refuses what ``shard_map`` knows to be the same on all devices."""
+    """Refuses gradients that ``shard_map`` knows to be the same on all devices."""
     tracked = varying_axes(jax.typeof(lax.axis_index(axes)))
     same = sorted(tracked.intersection(axes) - varying_axes(jax.typeof(x)))
     if same:
@@ -133,7 +132,7 @@ def _reduced_rows(
 
 
 def _gathering_is_cheaper(local: IndexedSlices, wide: np.dtype, num_devices: int) -> bool:
-    """Whether gathering rows moves no more bytes than a ring all-reduce of the array."""
+    """Whether gathering rows moves at most the bytes of a ring all-reduce of the array."""
     if local.dense_shape is None:
         return True
     num_rows, row = local.dense_shape[0], math.prod(local.dense_shape[1:])
@@ -143,8 +142,8 @@ def _gathering_is_cheaper(local: IndexedSlices, wide: np.dtype, num_devices: int
 
 
 def _gathered(local: IndexedSlices, axes: tuple[str, ...]) -> IndexedSlices:
-    # Inside shard_map JAX is told that all devices now hold the same (out_specs may then
-    # be replicated); elsewhere there is nobody to tell.
+    # Inside shard_map, tell JAX that all devices now hold the same (out_specs may then be
+    # replicated).
     mesh_axes = jax.sharding.get_abstract_mesh().manual_axes
     to = "invarying" if set(axes) <= set(mesh_axes) else "varying"
     values, indices = (

@@ -24,7 +24,7 @@ Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How the rows of a table that is split over devices reach those that look them up.
+    """How rows of a table that is split over devices reach the devices that look them up.
 
     For ``exchange=`` of :func:`jslices.value_and_grad` and its relatives. The table
     ``[V, *D]`` is split by rows along ``axis``, V / N rows on each of its N devices, and
@@ -44,10 +44,10 @@ class Exchange:
         gather where a ``capacity`` of N or more has room for all ids.
       capacity: in the plan ``"all_to_all"`` each pair of devices has room for
         ``capacity * k / N`` distinct ids. :func:`jslices.spread_ids` evens out the pairs.
-      overflow: what happens in a step in which some pair has more: ``"gather"`` takes that
-        plan in this step, so that nothing is lost; for that the gradient has room for all
-        ids on every device, ``N * k`` entries instead of ``capacity * k``. ``"nan"``: what
-        does not fit reads NaN, which shows in the loss.
+      overflow: what a step does if some pair has more: ``"gather"`` takes that plan for the
+        step, so that nothing is lost; for that the gradient has room for all ids on every
+        device, ``N * k`` entries instead of ``capacity * k``. ``"nan"``: ids that do not
+        fit read NaN, which shows in the loss.
 
     Raises:
       InvalidArgumentError: for an unknown ``plan`` or ``overflow``, no axis, or a

@@ -23,7 +23,7 @@ from jslices._rows.sums import add_rows, number_rows, widened
 
 
 class Located(NamedTuple):
-    """Where the rows of some ids are, and which device requests them.
+    """Where the rows of some ids are, and which device requests which rows.
 
     Every array but the last has a part on each device; k, N and C are those of the
     :class:`ExchangePlan`.
@@ -34,8 +34,8 @@ class Located(NamedTuple):
       has_grad: ``[k]`` bool, which ids get a gradient.
       requested: ``[*devices, entries]``, rows, ``-1 - row`` where no gradient will come
         back, and ``-1 - V`` for none: ``[N * C]`` rows of this device, or all ``[N * k]``,
-        whoever has them.
-      overflowed: bool, whether some pair of devices had more ids than there is room.
+        on whichever device.
+      overflowed: bool, whether some pair of devices had more ids than room.
     """
 
     places: jax.Array
@@ -45,7 +45,7 @@ class Located(NamedTuple):
 
 
 def _split(placement: Placement) -> Any:
-    """How what was located is split over devices."""
+    """How the located rows are split over devices."""
     batch, devices = placement.by_batch, jax.P(*placement.batch)
     specs: list[Any] = [batch, batch, devices, jax.P()]
     return Located(*specs)
@@ -119,7 +119,7 @@ def exchanged_rows(
     In the exchange rows are numbered device by device: :meth:`Placement.by_device`.
 
     The gradient goes to the cotangent slot: its entries are on the devices that hold
-    their rows. What did not fit reads NaN.
+    their rows. Ids that did not fit read NaN.
     """
     del slot
     placement, room = plan.placement, plan.placement.shards * plan.capacity
@@ -223,7 +223,7 @@ def _read(
 
 
 def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """The rows ``[k, *D]`` that this device looks up; those it read went to the others."""
+    """The rows ``[k, *D]`` that this device looks up, sent by the others."""
     return take_rows(_swapped(plan.placement, _own_rows(plan, rows)), places)
 
 

@@ -18,24 +18,23 @@ from jslices._rows.ids import as_ids
 def spread_ids(
     ids: ArrayLike, num_rows: int, shards: int = 4096, *, inverse: bool = False
 ) -> jax.Array:
-    """The rows of a table for ids of which neighbours are about as frequent.
+    """The rows of a table for ids whose neighbours are about as frequent.
 
-    Ids are mostly numbered by frequency, the most frequent first. Where a table is split by
-    rows, the first device is then asked for nearly all of them. This permutation of
-    ``[0, V)`` puts neighbours into different ones of ``shards`` parts, and neighbours among
-    the parts far apart, so that every device holds rare rows and frequent ones. It does
-    not depend on the number of devices, so that a checkpoint can be restored on another.
+    Ids are mostly numbered by frequency, the most frequent first. If a table is split by
+    rows, nearly all requests then go to the first device. This permutation of ``[0, V)``
+    puts neighbours into different ones of ``shards`` parts, and neighbours among the parts
+    far apart, so that every device holds rare rows and frequent ones. It does not depend on
+    the number of devices, so that a checkpoint can be restored on another.
 
     Look up ``table[js.spread_ids(ids, V)]`` wherever you would ``table[ids]``. The table in
     the order of ids is ``table[js.spread_ids(jnp.arange(V), V)]``.
 
     Args:
-      ids: ``[...]`` integers, NumPy's or JAX's, under ``jit`` and ``vmap`` too. What is
-        outside ``[0, V)`` stays so, and as it is; negative ids do not wrap.
-      num_rows: V, all rows of the table, those included that
-        :func:`jslices.padded_rows` has added.
-      shards: the most devices that it spreads ids over; never change it for a table.
-      inverse: for rows instead of ids: which id each row is of.
+      ids: ``[...]`` integers, NumPy's or JAX's, under ``jit`` and ``vmap`` too. Ids outside
+        ``[0, V)`` stay as they are; negative ids do not wrap.
+      num_rows: V, all rows of the table, with those that :func:`jslices.padded_rows` added.
+      shards: the largest number of devices to spread ids over; never change it for a table.
+      inverse: takes rows instead, and returns the id of each.
 
     Returns:
       ``[...]`` int32, int64 where ``ids`` are or V needs it; distinct ids give distinct
@@ -43,7 +42,7 @@ def spread_ids(
 
     Raises:
       InvalidArgumentError: for a negative V or ``shards`` below 1.
-      TypeError: if ``ids``, V or ``shards`` are no integers.
+      TypeError: if ``ids``, V or ``shards`` are not integers.
       ValueError: if V needs 64 bits and these are switched off.
 
     Cost: K reads from an array of ``shards`` numbers; for ``inverse`` a search in it.

@@ -60,35 +60,35 @@ def value_and_grad(
       fun: a function with a scalar result (or ``(result, aux)``).
       argnums: which positional argument or arguments to differentiate. ``nnx.DiffState``
         takes these states of a Flax model, as in ``nnx.value_and_grad``; what ``fun``
-        changes in the rest of the model is then changed.
+        changes in the rest of the model then stays changed.
       has_aux: whether ``fun`` returns ``(result, aux)``.
-      holomorphic: whether ``fun`` is holomorphic; then complex in and out. Of a complex
-        array the gradient of a real result is JAX's, the conjugate of the steepest ascent:
-        a step takes ``jax.tree.map(jnp.conj, grads)``.
+      holomorphic: whether ``fun`` is holomorphic; then complex in and out. The gradient of
+        a real result by a complex array is JAX's, the conjugate of the steepest ascent: a
+        step takes ``jax.tree.map(jnp.conj, grads)``.
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then depends on
         sizes only where all row numbers are constants of the program, ``table[7]``,
         ``table[:n]`` (rows if they are at most half of the array). False makes a gradient
-        dense, zeros if there is none, True insists on rows, and ``"if_smaller"``
-        makes those dense whose rows with their indices, K counted with duplicates, would
-        take no fewer bytes than the array: tables of a few rows, whose rows cost time to
-        compile and to step. (Given a dense gradient, a lazy optimizer steps all rows.) One
-        of these for all arrays, a pytree prefix of them, or a function ``(path, leaf)`` of
-        JAX's key path that gives one.
+        dense, zeros if there is none, True insists on rows, and ``"if_smaller"`` makes a
+        gradient dense if its rows and indices, K counted with duplicates, would take at
+        least the bytes of the array: tables of a few rows, whose rows cost time to compile
+        and to step. (Given a dense gradient, a lazy optimizer steps all rows.) One of these
+        for all arrays, a pytree prefix of them, or a function ``(path, leaf)`` of JAX's key
+        path that gives one.
       exchange: for tables split by rows over the devices of a mesh: a
         :class:`jslices.Exchange` for all of them, or a pytree prefix (a dict may leave
-        arrays out). Rows then travel between devices, and the table does not; the entries
-        of the gradient are on the devices that hold their rows, and optimizers need
-        nothing from other devices. On a mesh of Explicit axes the table's type says how it
-        is split; without either XLA decides, and exchanges more.
+        arrays out). Then rows are sent between devices, never the table; the entries of the
+        gradient are on the devices that hold their rows, and optimizers need nothing from
+        other devices. On a mesh of Explicit axes the table's type says how it is split;
+        without either XLA decides, and exchanges more.
 
     Returns:
       A function of the same arguments that returns ``(value, grads)``, or
       ``((value, aux), grads)``.
 
     Raises:
-      DenseUseError: for an array that ``sparse`` insists on but that is used whole.
+      DenseUseError: for an array that is used whole although ``sparse`` insists on rows.
       TypeError: for a result that is not a scalar, or integer arguments.
 
     Warns:
@@ -201,10 +201,10 @@ def vjp(
       exchange: likewise.
 
     Returns:
-      ``(result, vjp_fun)`` or ``(result, vjp_fun, aux)``. ``vjp_fun(cotangent)`` returns
-      a tuple like ``primals``, with an IndexedSlices for each array that is only looked
-      up. It is a pytree and can leave a ``jit``; the attributes of ``jax.vjp``'s
-      (``with_refs``, ``args_res``, ``opaque_residuals``) it refuses by name.
+      ``(result, vjp_fun)`` or ``(result, vjp_fun, aux)``. ``vjp_fun(cotangent)`` returns a
+      tuple like ``primals``, with an IndexedSlices for each array that is only looked up.
+      It is a pytree and can leave a ``jit``; it refuses, by name, the attributes that
+      ``jax.vjp``'s has (``with_refs``, ``args_res``, ``opaque_residuals``).
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

@@ -32,14 +32,14 @@ SparseMode = bool | Literal["if_smaller"] | None
 #: ``sparse=``: one mode for all arrays, a pytree prefix of them, or a function of a leaf.
 SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
 
-#: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them, in which None and
-#: what a dict leaves out mean: as the array's type says.
+#: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them. For None, and for
+#: arrays that a dict leaves out, the array's type decides.
 ExchangeSpec = Any | None
 
 #: ``argnums=``: numbers of arguments, or ``nnx.DiffState``, which has one and a filter.
 Argnums = int | Sequence[int] | Any
 
-#: Arrays of fewer bytes are stepped as fast whole as by rows.
+#: Stepping a smaller array whole is as fast as by rows.
 SMALL_BYTES = 1 << 16
 
 _NEEDS_VALUES = (
@@ -66,8 +66,8 @@ class UserCall:
         self.single = np.ndim(argnums) == 0
         #: The differentiated arrays, and the structure of the tuple of their arguments.
         self.primals, self.tree = flatten(tuple(args[i] for i in chosen))
-        # What is only described (`explain` may be asked about arrays that do not exist)
-        # becomes an input of the program; everything else is a constant of it.
+        # Arrays that are only described (`explain` accepts ones that do not exist) become
+        # inputs of the program; everything else is a constant of it.
         self._others = [None if i in chosen else x for i, x in enumerate(args)], kwargs
         self._rest, self._rest_tree = flatten(self._others)
         self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]

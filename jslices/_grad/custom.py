@@ -57,13 +57,12 @@ def with_own_derivative(
     Args:
       eqn: the call, with at least one view among its operands.
       operands: for each operand a view, or its value (None while reads are planned).
-      within: the functions whose derivatives are being checked: many a derivative calls its
+      within: the functions whose derivatives are being checked: many derivatives call their
         own function. None if this call was checked with one of them.
 
     Returns:
       One view per output; None if the function or its derivative mixes rows, or if the
-      derivative is not linear: what it does to a sum of rows is then not the sum of what it
-      does to each.
+      derivative is not linear: its value at a sum of rows is then not the sum of values.
     """
     views = [x for x in operands if isinstance(x, View)]
     lead = views[0].lead
@@ -385,7 +384,7 @@ class _Dependence(enum.Enum):
 
 
 class _Linearity(ProgramWalk[_Dependence]):
-    """Raises _NotLinearError unless all that depends on the cotangents does so linearly."""
+    """Raises _NotLinearError unless all dependence on the cotangents is linear."""
 
     def constant(self, value: Any) -> _Dependence:
         is_zero = not isinstance(value, jax.Array) and not np.any(value)

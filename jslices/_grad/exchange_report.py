@@ -16,18 +16,18 @@ from jslices._grad.plan import Planned, Site
 
 
 class ExchangeReport(NamedTuple):
-    """How the rows of one table travel in one run.
+    """How the rows of one table are exchanged in one run.
 
     Attributes:
       way: ``"all_to_all"`` or ``"gather"``.
-      all_to_all_bytes: what each device receives by the one.
-      gather_bytes: by the other.
-      capacity: for how many distinct ids of a pair of devices the first has room, in the
-        lookup with the least.
+      all_to_all_bytes: what each device receives in an all-to-all.
+      gather_bytes: what it receives in a gather.
+      capacity: how many distinct ids of a pair of devices the all-to-all has room for, in
+        the lookup with the least.
       fullest: how many the fullest pair has, in the lookup with the most; None where the
         ids are not known.
       overflowing: how many ids have no room, in all lookups together.
-      falls_back: whether a lookup with such ids goes the other way; they read NaN if not.
+      falls_back: whether a lookup with such ids is gathered instead; if not, they read NaN.
     """
 
     way: Way

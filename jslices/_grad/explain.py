@@ -49,8 +49,8 @@ class LeafReport(NamedTuple):
       path: the array's name, such as ``params['table']``.
       shape: its shape.
       dtype: its dtype.
-      kind: ``"sparse"`` (IndexedSlices), ``"dense"``, or ``"unused"``: no gradient comes
-        in (IndexedSlices without rows).
+      kind: ``"sparse"`` (IndexedSlices), ``"dense"``, or ``"unused"``: no gradient reaches
+        it (IndexedSlices without rows).
       lookups: the places that look up its rows, also where the gradient is dense.
       rows: K, the rows read in one run, duplicates counted.
       sparse_bytes: of a gradient of these rows and their int32 indices.
@@ -63,8 +63,8 @@ class LeafReport(NamedTuple):
       step: how ``optimizer`` steps the rows, a plan to print; None without one.
       unread: where the gradient is dense, the places that look the array up, but not by
         whole rows.
-      exchange: how rows get from device to device, an :class:`ExchangeReport` to print;
-        None where they do not, or XLA decides.
+      exchange: how rows are exchanged between devices, an :class:`ExchangeReport` to print;
+        None if they are not, or XLA decides.
       row_axes: how many leading axes number the rows: 2 for ``[L, V, *D]``.
     """
 
@@ -174,18 +174,18 @@ def explain(
     """Reports which gradients of ``fun`` are sparse, what they cost, and why not.
 
     Nothing is computed: the function is traced, and arrays may be described by
-    ``jax.ShapeDtypeStruct``, so that one can ask about a table of 100 GB.
+    ``jax.ShapeDtypeStruct``, so you can ask about a table of 100 GB.
 
     Args:
       fun: the function to differentiate.
       argnums: as in :func:`value_and_grad`.
-      sparse: as in :func:`value_and_grad`; what it insists on is reported, not raised.
+      sparse: as in :func:`value_and_grad`; a violation is reported, not raised.
       has_aux: as in :func:`value_and_grad`.
       optimizer: a :class:`jslices.GradientTransformation`; the report then says how it
         steps each sparse array on the default device.
-      exchange: as in :func:`value_and_grad`; the report then has the bytes that each
-        device receives by either plan, and, of ids that are given and not described, how
-        full the fullest pair of devices is, and how many ids have no room.
+      exchange: as in :func:`value_and_grad`; the report then has the bytes that each device
+        receives by either plan, and, for ids with values, how full the fullest pair of
+        devices is, and how many ids have no room.
 
     Returns:
       A function of the same arguments that returns an :class:`Explanation`. ``print`` it
@@ -309,7 +309,7 @@ def report_dense(planned: Planned, number: int) -> None:
 
 
 def hint_smaller(planned: Planned, number: int) -> None:
-    """Says that the rows of a leaf are many times what its dense gradient is."""
+    """Hints that the rows of a leaf are many times as large as its dense gradient."""
     leaf, sites = planned.leaves[number], planned.looked_up[number]
     warn_dense(
         f"the gradient of {leaf} has {sum(site.total for site in sites):,} rows, "
@@ -408,7 +408,7 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     lines.extend(f"  looked up, but no rows: {_at_line(line)}" for line in leaf.unread)
     if leaf.dense_line is not None:
         lines.append(f"  used whole ({leaf.dense_use}): {_at_line(leaf.dense_line)}")
-        # An ordinary weight has a dense gradient, and should.
+        # An ordinary weight should have a dense gradient.
         if leaf.lookups or leaf.unread:
             lines.append(f"  instead: {leaf.suggestion}")
     if leaf.kind == "sparse" and leaf.row_axes > 1:

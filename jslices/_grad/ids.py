@@ -21,27 +21,27 @@ def lookup_ids(
     *,
     exchange: ExchangeSpec = None,
 ) -> Callable[..., Any]:
-    """The rows that a call of ``fun`` reads: what ``tx.catch_up`` wants to know before.
+    """The rows that a call of ``fun`` reads, for ``tx.catch_up`` before that call.
 
     Args:
       fun: a function as :func:`value_and_grad` takes it.
-      argnums: which positional argument or arguments to tell of.
+      argnums: which positional argument or arguments to report.
       has_aux: whether ``fun`` returns ``(result, aux)``.
       exchange: as in :func:`value_and_grad`.
 
     Returns:
       A function of the same arguments that mirrors the chosen ones: for an array that is
-      only looked up, the row numbers, int32 ``[K]`` in the order of the program, duplicates
-      and those out of range (no row is read) included; None for every other array.
-      (``tx.catch_up`` wants True for one that is read whole, if another loss leaves it
-      without gradient: :func:`jslices.optim.exact_step` knows.) With ``exchange``, for an
-      array that is split over devices, IndexedSlices without elements whose ``indices`` are
-      on the devices that hold the rows; without elements also for an array whose rows
-      several axes number.
+      only looked up, the row numbers, int32 ``[K]`` in the order of the program, with
+      duplicates and those out of range (no row is read); None for every other array.
+      (``tx.catch_up`` needs True for one that is read whole, if another loss leaves it
+      without gradient: :func:`jslices.optim.exact_step` handles that.) With ``exchange``,
+      for an array that is split over devices, IndexedSlices without elements whose
+      ``indices`` are on the devices that hold the rows. An array whose rows several axes
+      number also gets IndexedSlices without elements.
 
     Raises:
-      ValueError: if the rows that are read depend on the values of the array itself; they
-        would be others after it has caught up.
+      ValueError: if the rows that are read depend on the values of the array itself, as
+        these change when it catches up.
 
     Cost: that of computing the ids; nothing else of ``fun`` is run.
 
@@ -71,7 +71,7 @@ def lookup_ids(
 
 
 def leaf_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
-    """What :func:`lookup_ids` gives for a leaf."""
+    """The result of :func:`lookup_ids` for a leaf."""
     if not isinstance(rows, IndexedSlices):
         return None
     alone = rows.row_axes == 1 and rows.facts.placement is None
@@ -83,8 +83,8 @@ def rows_read(
 ) -> tuple[list[IndexedSlices | bool | None], list[bool]]:
     """For each leaf the rows that are read, as slices without elements.
 
-    True if it is read whole, or also where no gradient comes in; None if not at all. And
-    for each leaf whether the numbers of these rows follow from its values.
+    True if it is read whole, or also where no gradient reaches it; None if not at all. And
+    for each leaf whether its values determine the numbers of these rows.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.
@@ -116,7 +116,7 @@ def eval_ids(
 ) -> tuple[list[jax.Array], list[bool]]:
     """The row numbers of every read, and which of the ``primals`` they depend on.
 
-    Nothing else of the call is run; primals that are not needed for it may be described.
+    Nothing else of the call is run; other primals may be described.
     """
 
     def run(*primals: Any) -> list[Any]:

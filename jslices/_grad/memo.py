@@ -1,9 +1,9 @@
 """A memo of equations that lasts as long as the programs inside them.
 
-Outside of ``jax.jit`` a function is traced at every call, but the programs inside its
+Outside ``jax.jit`` a function is traced at every call, but the programs inside its
 equations (a jitted function, the body of a loop) are JAX's own, and the same objects each
 time: what was planned and compiled for them can be used again. Every reference to them is
-weak, so what a user lets go of is forgotten here as well.
+weak, so objects that a user drops are forgotten here as well.
 """
 
 import weakref
@@ -31,7 +31,7 @@ class Memo(Generic[Made]):
         """The value for such an equation and such a key, from ``make()`` if it is new.
 
         Equations are the same if their parameters are equal, and the programs among these
-        the same objects. What cannot be hashed is made anew.
+        the same objects. Without a hash the value is made anew.
         """
         params = _with_programs(eqn.params, weakref.ref)
         key = (eqn.primitive, *params.items(), key)

@@ -27,9 +27,9 @@ class OneHot(NamedTuple):
     reshape: Reshape = lambda numbers: numbers
 
 
-# One-hot arrays are cast and moved by these and remain so, ...
+# These cast and move one-hot arrays, which remain one-hot, ...
 _SAME = ("convert_element_type", "copy", "stop_gradient", "sharding_constraint")
-# ... and by these they are weighted.
+# ... and these weight them.
 _WEIGHTED = ("add", "div", "mul", "select_n", "sub")
 
 
@@ -57,13 +57,13 @@ class Origins:
         return fixed
 
     def is_fixed(self, atom: Atom) -> bool:
-        """True for constants such as ``jnp.arange(3)``: no input decides on them."""
+        """True for constants such as ``jnp.arange(3)``, which depend on no input."""
         return isinstance(atom, Literal) or atom in self._fixed
 
     def columns(self, atom: Atom) -> list[Any] | None:
         """The pieces ``[..., 1]`` that an array ``[..., n]`` was concatenated from.
 
-        Indexing puts row numbers and column numbers together so. None for other arrays.
+        Indexing joins row numbers and column numbers like this. None for other arrays.
         """
         eqn, last = self._maker(atom), len(atom.aval.shape) - 1
         if eqn is None or eqn.primitive.name != "concatenate":

@@ -43,8 +43,8 @@ from jslices._rows.access import INT32_MAX, index_dtype
 ONE_HOT = "one_hot"
 #: Reads of elements and windows instead of whole rows, ``table[i, j]``, weighted or not.
 _PICKS_ELEMENTS = frozenset({"dynamic_slice", "gather", ONE_HOT, "reshape", "squeeze"})
-#: Rows of so many times the bytes of a dense gradient take longer, up to 4 times (13 to 250
-#: times the bytes: experts, transition matrices and adapters of 64 x 64).
+#: Rows with so many times the bytes of a dense gradient take up to 4 times as long (13 to
+#: 250 times the bytes: experts, transition matrices and adapters of 64 x 64).
 MANY_BYTES = 8
 
 #: Per read its sites, one after the other; per loop, checkpoint or branch a list of what is
@@ -68,8 +68,8 @@ class Site:
     varying: frozenset[str]  # mesh axes along which rows differ, inside a ``shard_map``
     exchange: ExchangePlan | None  # None if XLA decides how rows get to devices
     sharding: NamedSharding | None  # of the gradient's values, on Explicit axes
-    #: Of the equation, or of the call of a library function that contains it; None for what
-    #: the function returns as it is.
+    #: Of the equation, or of the library call that contains it; None for a leaf that the
+    #: function returns as it is.
     source: Source | None
     by_ids: bool  # False for rows whose numbers are constants, ``table[5:8]``
 
@@ -138,7 +138,7 @@ class Planned(NamedTuple):
     def triggers_warning(self, leaf: int) -> bool:
         """True if a leaf is looked up, or forced to rows, and its gradient is dense.
 
-        An ordinary weight has a dense gradient, and should.
+        An ordinary weight should have a dense gradient.
         """
         forced = self.leaves[leaf].mode is True
         if leaf not in self.dense:
@@ -218,8 +218,8 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
     for plan in sparse[1:]:
         sizes = plan.bytes_of_rows(number), best.bytes_of_rows(number)
         best = plan if _jax.definitely(functools.partial(operator.lt, *sizes)) else best
-    # Rows as large as the array are those of tables that are also looked up by finer ones,
-    # and used as wholes: that is said, as of any table used so.
+    # If rows are as large as the array, it is also looked up by finer rows and used as a
+    # whole: the user is told, as for any table used so.
     mixed = [x for x in plans if x.kind(number) == "dense" and x.looked_up.get(number)]
     if mixed and leaf.mode is None and best.rows_are_larger(number):
         return mixed[0]
@@ -227,7 +227,7 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
 
 
 def _may_have_finer_rows(planned: Planned, number: int) -> bool:
-    """True for an array with more axes, which is looked up, or picked apart."""
+    """True for an array with more axes that is looked up, or picked apart."""
     leaf, use = planned.leaves[number], planned.dense.get(number)
     if leaf.aval.ndim < leaf.row_axes + 2 or planned.kind(number) == "unused":
         return False
@@ -249,8 +249,8 @@ class Uses(NamedTuple):
     whole: dict[int, DenseUse]  # by an equation that needs the whole array
     fixed: dict[int, DenseUse]  # of rows whose numbers are constants, ``table[5:8]``
     products: dict[int, DenseUse]  # in a product that is a view, ``table @ w``
-    #: By an equation that may move or pick its elements, so that the leaf may yet be looked
-    #: up, though not by whole rows.
+    #: By an equation that may move or pick its elements: the leaf may still be looked up,
+    #: but not by whole rows.
     moves: dict[int, DenseUse]
     no_grad: dict[int, DenseUse]  # of rows, or the whole, that no gradient reaches
 
@@ -259,7 +259,7 @@ class Uses(NamedTuple):
             uses |= more | uses
 
 
-#: Nothing of the elements of an array remains in their outputs.
+#: Their outputs do not contain elements of their operands.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _REDUCTIONS = ("argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum")
 
@@ -338,7 +338,7 @@ class Planner(ViewWalk):
     def _multiplies_many(self, leaf: LeafSpec, count: int) -> bool:
         """True if a product with so many rows of a leaf remains one with all of it.
 
-        Those of tokens of few kinds, or of a graph with all its nodes, were meant to be.
+        Products for tokens of few kinds, or all nodes of a graph, are meant as products.
         """
         rows, most = math.prod(self._loops) * count, MANY_BYTES * leaf.table_shape[0]
         return leaf.mode is None and _jax.definitely(lambda: rows >= most)
@@ -366,7 +366,7 @@ class Planner(ViewWalk):
         part = plan_part(eqn, operands, needs_grad, self._leaves)
         self.plan.append(part.plan)
         self.uses.add(part.uses)
-        # Each a view of its own, as they come out of a jitted function.
+        # Each gets a view of its own, as if a jitted function had returned it.
         outputs: Values = jax.tree.map(lambda x: x, part.outputs)
         return outputs
 
@@ -412,7 +412,7 @@ def _note(
 def _planned(
     program: Program, outputs: Outputs, eager: bool, leaves: list[LeafSpec]
 ) -> Planned:
-    """The plan in which those leaves are sparse that are only looked up."""
+    """The plan in which the leaves that are only looked up are sparse."""
     candidates = {i: leaf for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
     num_results = outputs.num_results
     dense: dict[int, DenseUse] = {}
@@ -457,8 +457,8 @@ def _planned(
 def _are_few(sites: Sequence[Site], leaf: LeafSpec) -> bool:
     """True if reads of rows by constant numbers have a gradient of rows.
 
-    At most half of the rows, or no more than those looked up by ids: weights that are cut
-    into parts, or layers in one array, have a dense gradient.
+    If they are at most half of the rows, or at most as many as those looked up by ids:
+    weights that are cut into parts, or layers in one array, have a dense gradient.
     """
     if leaf.mode in (True, "if_smaller"):
         return True
@@ -480,8 +480,8 @@ def output_needs_grad(program: Program, num_results: int) -> list[bool]:
 class PartPlan:
     """The plan of an equation with a program inside, where no ``jax.jit`` is around it.
 
-    It is kept from call to call, as is what run.py compiles for it: JAX would compile what
-    the runner makes of the program anew each time.
+    It is kept from call to call, with the program that run.py compiles for it: JAX would
+    compile the runner's program anew each time.
     """
 
     plan: SiteTree

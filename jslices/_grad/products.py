@@ -186,9 +186,9 @@ def _coordinates(indices: Values, shape: Sequence[int]) -> list[jax.Array]:
 
 
 def picks_rows(eqn: Equation, held: Sequence[bool], origins: Origins) -> bool:
-    """True for a product with a one-hot array, weighted or not, along what it counts.
+    """True for a product with a one-hot array, weighted or not, along its one-hot axis.
 
-    ``held`` tells which operands of this ``dot_general`` hold a table.
+    ``held`` says which operands of this ``dot_general`` hold a table.
     """
     contracted, _ = eqn.params["dimension_numbers"]
     for side in (0, 1):

@@ -62,7 +62,7 @@ class RowRead:
     arrange: Callable[[jax.Array, Sequence[Any]], jax.Array]
     #: From the operands' values to which ids are good; None: those in range.
     good: Callable[[Sequence[Any]], jax.Array] | None = None
-    #: Which operand of the equation the view is; None stands for it in the values above.
+    #: Which operand of the equation the view is; it is None in the values above.
     operand: int = 0
     beside: Atom | None = None  # a variable whose value comes after the operands'
 
@@ -99,8 +99,8 @@ class RowRead:
     def _masked(self, rows: jax.Array, good: jax.Array) -> jax.Array:
         if self.mode == Mode.FILL_OR_DROP:
             return filled(rows, good, self.fill_value)
-        # A bad id reads the edge row, but no gradient comes back, neither to the table nor
-        # to whatever else the rows were made from.
+        # A bad id reads the edge row, but sends no gradient back, neither to the table nor
+        # to anything else that the rows were made from.
         return jnp.where(per_row(good, rows), rows, lax.stop_gradient(rows))
 
 
@@ -180,9 +180,9 @@ def tables_read(view: View, slotted: bool = True) -> list[TableView]:
 
 
 def fixed_rows(value: Any) -> list[View] | None:
-    """The views ``table[5:8]`` that a value is made of, and of no more of any table.
+    """The views ``table[5:8]`` that a value is made of, if it reads nothing else of tables.
 
-    None for what is made of as many rows as a table has.
+    None for values made of as many rows as a table has.
     """
     views: list[View] = []
     left, visited = [value], set()
@@ -269,8 +269,8 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> RowRead | None:
     column, height = axes.index(0), shape[0]
     if sizes[0] != 1:
         return _gather_windows(eqn, view, column)
-    # Starts other than 0 on axes that are read whole are clamped; a promise that they are 0
-    # may be broken, and JAX then drops the gradient of a row that it reads.
+    # JAX clamps starts other than 0 on axes that are read whole. A program may promise that
+    # they are 0 and break it: JAX then drops the gradient of a row that it reads.
     trusting = mode == Mode.PROMISE_IN_BOUNDS and len(axes) > 1
     if sizes[1:] != shape[1:] or trusting:
         return _gather_columns(eqn, view, column, origins)
@@ -292,7 +292,7 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> RowRead | None:
 
 
 def _gather_windows(eqn: Equation, view: View, column: int) -> RowRead | None:
-    """Consecutive whole rows for each start, which ``vmap`` makes of ``dynamic_slice``."""
+    """Consecutive whole rows for each start, from ``vmap`` of ``dynamic_slice``."""
     sizes, aval = tuple(eqn.params["slice_sizes"]), eqn.invars[1].aval
     height = view.shape[0]
     some = _jax.definitely(lambda: sizes[0] < height)
@@ -313,8 +313,8 @@ def _gather_columns(
 ) -> RowRead | None:
     """Rows, and the same columns of each: ``table[ids, 1:]``, ``table[ids, ::-1]``.
 
-    Column numbers that go with the row numbers, as in ``table[rows, columns]``, would have
-    a whole row read for each element.
+    With column numbers that vary with the row numbers, ``table[rows, columns]``, each
+    element would read a whole row.
     """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, fill_value = eqn.params["mode"], eqn.params["fill_value"]
@@ -425,7 +425,7 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> RowRead | None:
     rows = tuple(n if d in shared else 1 for d, n in enumerate(shape[:lead]))
     if sizes != (*rows, *shape[lead:]) or not by_id:
         return None
-    # The rows come out in this order: by the ids, then by what shares them.
+    # Rows come in this order: by id, then by the axes that share the ids.
     order = (*batch, *(shape[d] for d in shared))
     position = own | {d: len(batch) + i for i, d in enumerate(shared)}
     count = math.prod(order)

@@ -2,7 +2,7 @@
 
 ``f(table)[ids] == f(table[ids])``. :data:`RULES` has a rule for each primitive, and
 :func:`register_rowwise` adds to it. Any other primitive, unless it is a read (reads.py) or
-control flow (walk.py), needs the whole table: the gradient is then right, but dense.
+control flow (walk.py), needs the whole table: the gradient is then dense (and right).
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ RowRule = Callable[[Equation, Values, int], Result]
 
 RULES: dict[Primitive, RowRule] = {}
 
-#: Numbers in a row of a packed table, at most: all of them are read for each part.
+#: The most numbers in a row of a packed table: each part reads all of them.
 WIDEST_PACKED = 1024
 
 
@@ -133,7 +133,7 @@ def register_rowwise(
       ``rule`` if one is given; otherwise a decorator with which to register one.
 
     Raises:
-      TypeError: if ``primitive`` is no Primitive, the rule cannot be called, or
+      TypeError: if ``primitive`` is not a Primitive, the rule cannot be called, or
         ``in_axes`` is neither 0 or None nor a sequence of these.
       ValueError: if the primitive has a rule already; while a program is traced, if an
         output does not have V rows, or ``in_axes`` another length than there are operands.
@@ -231,8 +231,8 @@ def _registered(
     if not views <= by_row:
         return NeedsWhole(list(views - by_row))
     whole = [jax.ShapeDtypeStruct(_jax.shape_of(x), x.aval.dtype) for x in eqn.invars]
-    # Tables that vmap repeated: only for our own rules is it known what vmap does to the
-    # parameters.
+    # For tables that vmap repeated: what vmap does to the parameters is known only for our
+    # own rules.
     if lead > 1 or rule(height, dict(eqn.params), *whole) is None:
         return None
     for out in eqn.outvars:
@@ -267,7 +267,7 @@ def _views(
     inner, serves_all = [], []
     for operand, atom, one in zip(operands, eqn.invars, shared, strict=True):
         inner.append(_flat(operand, atom, rows))
-        # What has one row for each example of a batch is repeated for the rows of each.
+        # One row for each example of a batch is repeated for the rows of that example.
         serves_all.append(one and (lead == 1 or math.prod(_jax.shape_of(atom)[:lead]) == 1))
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inner if isinstance(x, View)]
     ones = (1,) * (lead - 1)
@@ -293,7 +293,7 @@ def _views(
         shape = (math.prod(rows), *row)
         key = (*step, number, row)
         view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all), key)
-        # `table > 0`, and what is computed from it alone, passes no gradient on.
+        # `table > 0`, and values computed from it alone, pass no gradient on.
         graded = any(floating) and jnp.issubdtype(view.dtype, jnp.inexact)
         outputs.append(folded(view if graded else without_slots(view), rows))
     return outputs
@@ -617,7 +617,7 @@ def _pad(eqn: Equation, operands: Values, lead: int) -> Result:
 def _replace_row(eqn: Equation, operands: Values, lead: int) -> Result:
     """``table.at[0].set(row)``: another row in the place of one.
 
-    Of a table for each example it is one of each: the same for all, or one that each names.
+    With a table for each example it replaces a row of each: the same, or one named by each.
     """
     view, at, rows = operands
     if not isinstance(view, View):
@@ -672,7 +672,7 @@ def _by_example(
 def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
     """``jnp.stack([a, b])``: the rows of one table below those of the other.
 
-    So for every example, if there are other axes before.
+    If other axes come before, this is done for every example.
     """
     stacks = _jax.kind(eqn) == "stack"
     axis = eqn.params["axis" if stacks else "dimension"]
@@ -695,7 +695,7 @@ def _concatenate(eqn: Equation, operands: Values, lead: int) -> Result:
 
 @rule_for("layout_constraint")
 def _same_rows(eqn: Equation, operands: Values, lead: int) -> Result:
-    """A layout, which the table has anyway, or ``embedding_lookup``'s mark on its table."""
+    """A layout constraint, or ``embedding_lookup``'s mark: the rows stay the same."""
     return list(operands)
 
 
@@ -724,7 +724,7 @@ def _barrier(eqn: Equation, operands: Values, lead: int) -> Result:
 
 @rule_for("sharding_constraint")
 def _sharding_constraint(eqn: Equation, operands: Values, lead: int) -> Result:
-    """A constraint speaks of the whole table, so it stays on the table."""
+    """A constraint is about the whole table, so it stays on the table."""
     table = flat(operands[0])
     if not isinstance(table, TableView):
         return None
@@ -735,7 +735,7 @@ def _sharding_constraint(eqn: Equation, operands: Values, lead: int) -> Result:
 
 @rule_for("reshard")
 def _reshard(eqn: Equation, operands: Values, lead: int) -> Result:
-    """Views may go to where all axes are Auto, as that is where rows are read."""
+    """Views may move to Auto axes, as rows are read on those."""
     return list(operands) if _jax.has_auto_axes(eqn) else None
 
 

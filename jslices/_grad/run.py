@@ -47,8 +47,8 @@ Prefetched = Mapping[int, jax.Array]
 
 NO_PREFETCH: Prefetched = {}
 
-#: From so many equations alike on it takes less time to linearize one function for all
-#: (twelve layers: 0.6 of the time to trace them, jax 0.10.2).
+#: From so many equal equations on, linearizing one function for all takes less time (twelve
+#: layers: 0.6 of the time to trace them, jax 0.10.2).
 MANY_ALIKE = 3
 
 
@@ -80,7 +80,7 @@ def without_dense_warning() -> Iterator[None]:
 # --- cotangent slots --------------------------------------------------------------------
 
 # JAX insists that the cotangent of an array has the shape of the array, so a table cannot
-# get slices. To the rows of a read a *cotangent slot* is therefore added: zeros of their
+# get slices. Therefore a *cotangent slot* is added to the rows of a read: zeros of their
 # shape. Its cotangent is the row gradient, and the table gets none. Rows that were taken
 # before the call are the slot themselves.
 
@@ -133,7 +133,7 @@ def _slotted_jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
     return primals[0], ad.add_tangents(*tangents)
 
 
-#: ``rows + slot``, for which nothing has to be added.
+#: ``rows + slot``, without an addition.
 slotted_p = Primitive("slotted")
 slotted_p.def_impl(lambda rows, slot: rows)
 slotted_p.def_abstract_eval(lambda rows, slot: rows)
@@ -164,7 +164,7 @@ class _Body:
 class Runner(ViewWalk):
     """Walks with values, and a cotangent slot in every planned read.
 
-    All but the reads is bound as it was traced, so values stay what they were. Control
+    Everything but the reads is bound as it was traced, so values do not change. Control
     flow is rebuilt from JAX's public functions: a loop gets the slots as additional inputs
     of each iteration and hands the row numbers out; a branch that is not taken reports
     row numbers that are out of range.
@@ -193,8 +193,8 @@ class Runner(ViewWalk):
         return value
 
     def bind(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
-        # That of `embedding_lookup`, whose rows a read has taken with one of its own: two
-        # make a gather of rows of 64 three times as slow (jax 0.10.2).
+        # The loop of `embedding_lookup` is left out, as the read brings its own: two of
+        # them make a gather of rows of 64 three times as slow (jax 0.10.2).
         if eqn.primitive is row_loop_p and operands[0] is self._rows:
             return [operands[0]]
         if scope.passes_gradient(eqn):
@@ -208,7 +208,7 @@ class Runner(ViewWalk):
         for view in views:
             if view not in slotted:
                 slotted[view] = self._read(every_row(view), [], None)
-        # No gradient comes in elsewhere, or the plan would have made the table dense.
+        # No other use has a gradient, or the plan would have made the table dense.
         return self._array(value, bool(views))
 
     def _array(self, value: Any, slotted: bool) -> Any:

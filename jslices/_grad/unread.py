@@ -19,7 +19,7 @@ from jslices._grad.rules import is_elementwise
 from jslices._grad.walk import CUSTOM, ProgramWalk, Scope
 from jslices._jax import Equation, Program, Source
 
-# They put the elements of their first operand elsewhere.
+# These move the elements of their first operand.
 _MOVES = frozenset(
     "dynamic_update_slice jslices_table layout_constraint pad pcast pvary reshape rev "
     "scatter scatter-add scatter-mul sharding_constraint slice split squeeze "
@@ -30,7 +30,7 @@ _MOVES = frozenset(
 class Held(NamedTuple):
     """What a variable holds of the leaves, by their numbers."""
 
-    elements: frozenset[int] = frozenset()  # leaves whose elements it holds
+    elements: frozenset[int] = frozenset()  # the leaves whose elements it holds
     made_of: frozenset[int] = frozenset()  # it is computed from these and constants alone
 
 

@@ -1,6 +1,6 @@
 """Views: variables of a program in terms of the tables that they were computed from.
 
-A *view* stands for an array ``[V, *D]`` that is never computed. It knows which rows of
+A *view* represents an array ``[V, *D]`` that is never computed. It knows which rows of
 which arrays its own rows are made from, and how: ``f(table)[ids] == f(table[ids])`` for a
 row-wise ``f``. Reading rows of a view therefore ends in reading rows of tables.
 
@@ -20,8 +20,7 @@ from jax import lax
 from jslices._place.boundary import drop_sharding
 from jslices._rows.access import per_row, take_rows, wide
 
-#: For each operand, or output, a view or an array. None stands for arrays while reads are
-#: planned.
+#: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
 
 
@@ -74,7 +73,8 @@ class View:
 class TableView(View):
     """A differentiated array as it is: the leaf with this number.
 
-    Several axes of ``array`` may number the rows; it stays so, as :func:`places` says why.
+    Several axes of ``array`` may number the rows; it keeps its shape (:func:`places` says
+    why).
     """
 
     leaf: int
@@ -198,10 +198,10 @@ class Window(Derived):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replaced(Derived):
-    """Another view with an array in the place of one row.
+    """Another view with an array in place of one row.
 
-    Of a table for every example of a batch (see :class:`Repeated`) it is one row for each:
-    in table b row ``rows[b]`` in the place of number ``at[b]``.
+    With a table for every example of a batch (see :class:`Repeated`) it replaces one row of
+    each: in table b row ``rows[b]`` replaces number ``at[b]``.
     """
 
     at: Any
@@ -230,7 +230,7 @@ class Replaced(Derived):
         return here
 
     def _for_each(self, x: jax.Array, numbers: jax.Array) -> Any:
-        """Of ``x``, one for each table, that for the table of each row number."""
+        """The element of ``x``, one for each table, for the table of each row number."""
         x = x.astype(numbers.dtype) if x is self.at else x
         return x if self.height == self.shape[0] else x[numbers // self.height]
 
@@ -312,7 +312,7 @@ class Unpacked(Derived):
         return [(self.inner, ids.renumbered(("holding", self.per), holding))]
 
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
-        # By a mask: to gather the parts, a TPU would access three times as many bytes.
+        # With a mask: gathering the parts would access three times as many bytes on a TPU.
         here = jax.nn.one_hot(ids.read % self.per, self.per, dtype=bool)
         rows = parts[0].reshape(*here.shape, *self.shape[1:])
         return jnp.where(per_row(here, rows), rows, 0).sum(axis=1, dtype=self.dtype)
@@ -358,12 +358,12 @@ class Transposed(Derived):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(Derived):
-    """A view without cotangent slots: no gradient is asked for."""
+    """A view without cotangent slots: no gradient is needed."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stopped(Unslotted):
-    """A view behind ``stop_gradient``: no derivative of any kind goes through."""
+    """A view behind ``stop_gradient``: no derivative of any kind passes."""
 
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         return lax.stop_gradient(parts[0])

@@ -44,8 +44,8 @@ VarValue = TypeVar("VarValue")
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 _CHECKPOINTS = ("remat2", "checkpoint", "remat")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-#: The equations with programs inside, and the method of a walk that goes into them; one
-#: without this method takes the equation for a step.
+#: The equations with programs inside, and the method of a walk that goes into them. A walk
+#: without this method treats the equation as a step.
 _INSIDE = {
     **dict.fromkeys(_CALLS, "call"),
     **dict.fromkeys(_CHECKPOINTS, "checkpoint"),
@@ -59,16 +59,16 @@ _INSIDE = {
 
 
 class Scope:
-    """One program on a walk: what is live, where gradients come through.
+    """One program on a walk: which equations are live, and where gradients pass.
 
-    ``output_needs_grad`` says for each output whether a gradient comes in there. None
-    comes through an auxiliary output, say, and then nothing that only leads to it matters.
-    It is empty for walks that do not ask.
+    ``output_needs_grad`` says for each output whether it receives a gradient. An auxiliary
+    output, say, receives none, so equations that only lead to it do not matter. It is empty
+    for walks that do not use it.
     """
 
     def __init__(self, program: Program, output_needs_grad: Sequence[bool] = ()) -> None:
         self.program = program
-        #: From a variable of the program to its value on the walk, as far as that has come.
+        #: From a variable of the program to its value on the walk, so far.
         self.read: Callable[[Atom], Any]
         #: The equations that an output or a side effect depends on, in order.
         self.live: list[Equation] = []
@@ -97,16 +97,16 @@ class Scope:
             return False
         if not self.grad_vars.isdisjoint(eqn.outvars):
             return True
-        # A mutable array (`jax.new_ref`) may hand a gradient to whoever reads it later.
+        # A mutable array (`jax.new_ref`) may pass a gradient to later readers.
         kinds = {type(atom.aval).__name__ for atom in (*eqn.invars, *eqn.outvars)}
         return "AbstractRef" in kinds
 
     def passes_gradient(self, eqn: Equation) -> bool:
-        """True if a gradient may come to this equation, through its outputs or a ref."""
+        """True if a gradient may reach this equation, through its outputs or a ref."""
         return id(eqn) in self._passing
 
     def outputs_need_grad(self, eqn: Equation) -> list[bool]:
-        """For each output of an equation whether a gradient comes in there."""
+        """For each output of an equation whether it receives a gradient."""
         return [v in self.grad_vars for v in eqn.outvars]
 
     @functools.cached_property
@@ -126,13 +126,13 @@ class ProgramWalk(abc.ABC, Generic[VarValue]):
     """A walk over a program with a value for every variable.
 
     A visitor defines the values of constants (:meth:`constant`) and of an equation's
-    outputs (:meth:`step`). To go into loops, branches and other programs than those of
-    calls it has methods of the names in ``_INSIDE``, which take the equation, the operands
-    and for each output whether a gradient comes in there.
+    outputs (:meth:`step`). To go into loops, branches and programs other than those of
+    calls it has methods with the names in ``_INSIDE``, which take the equation, the
+    operands and for each output whether it receives a gradient.
     """
 
     #: The source of the enclosing call of a JAX library function, if any: JAX keeps the
-    #: trace of such a function with the lines of whoever called it first.
+    #: trace of such a function with the lines of its first caller.
     caller: Source | None = None
 
     def program(
@@ -214,7 +214,7 @@ class ViewWalk(ProgramWalk[Any]):
     """
 
     #: True if plans and compiled programs of the programs inside equations are kept, as no
-    #: ``jax.jit`` is around them that would do so.
+    #: ``jax.jit`` around them does.
     eager: bool
 
     def program(
@@ -296,8 +296,8 @@ class ViewWalk(ProgramWalk[Any]):
         count = jnp.arange if _jax.is_symbolic(length) else np.arange
         number = self.constant(count(length, dtype=np.int32)) if layers else None
         xs = [number if i in layers else self.whole(x, eqn) for i, x in enumerate(xs)]
-        # What is carried may feed anything in the next turn: if a gradient comes in at all,
-        # it is taken to come through everything that is carried.
+        # Carried values may feed anything in the next turn: if there is a gradient at all,
+        # every carry is assumed to receive one.
         inside_need_grad = [any(needs_grad)] * num_carried + needs_grad[num_carried:]
 
         def with_unchanged(changing: Sequence[Any]) -> Values:
@@ -365,8 +365,8 @@ def _with_gradient(eqn: Equation, operands: Values) -> Values:
 def is_kept(eqn: Equation) -> bool:
     """True if plans of an equation can be kept for later calls.
 
-    JAX traces a function with a derivative of its own anew at every call. The lines of the
-    reads in a function of JAX's are those of whoever calls it.
+    JAX traces a function with a derivative of its own anew at every call. Reads in a
+    function of JAX's have the lines of its caller.
     """
     visit = _INSIDE.get(_jax.kind(eqn), "custom")
     if visit == "custom" or first_program(eqn) is None:

@@ -15,12 +15,12 @@ A write goes through these states, and each action may be done again from its st
   4. head: *finished*
 
 Ctrl-C between 2 and 4 leaves the action in ``Journal._started``, for tables in memory too,
-and whatever is called next does it first. The same holds while a file takes the place of
-another (``restore``, ``grow``).
+and the next call does it first. The same holds while a file takes the place of another
+(``restore``, ``grow``).
 
-A disk takes pages in any order, so before the first write since a flush the head says
-*unflushed*, with the id of this start of the machine, and is on the disk. Opening checks
-in this order (``settle``):
+A disk writes pages in any order, so before the first write since a flush the head is on the
+disk, saying *unflushed*, with the id of this start of the machine. Opening checks in this
+order (``settle``):
 
   * *unflushed*, and the machine was started anew: DataLossError, delete the journal to
     take the rows as they are
@@ -85,9 +85,9 @@ class Head(NamedTuple):
 
 
 class FilePart(NamedTuple):
-    """What a journal says of a write to one file."""
+    """What a journal records about a write to one file."""
 
-    file: str  #: its path, in the journal from the folder of that
+    file: str  #: its path, in the journal relative to the journal's folder
     id: str
     number: int
     height: int  #: of the write, in rows
@@ -105,7 +105,7 @@ class FilePart(NamedTuple):
 class Journal:
     """Writes to some tables: each write is in all of them, or in none.
 
-    When the last table is gone that has it, what was stored is written.
+    When its last table is deleted, stored steps are written.
 
     Attributes:
       members: the records of the tables.
@@ -148,12 +148,12 @@ class Journal:
     # --- writing ----------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Do what an interrupt has left, and write what was stored."""
+        """Finish what an interrupt has left, and write stored steps."""
         self._resume()
         if self.pending:
             try:
                 parts = [rows.part() for rows in self.pending]
-            except Exception:  # not KeyboardInterrupt, after which they are still to come
+            except Exception:  # not KeyboardInterrupt, which leaves them for the next call
                 self.pending = ()
                 raise
             self.write(parts)
@@ -173,7 +173,7 @@ class Journal:
         self.do(functools.partial(self._apply, head, parts))
 
     def do(self, action: Callable[[], None]) -> None:
-        """Do what may be done again from its start, after an interrupt at the next call."""
+        """Do a repeatable action; after an interrupt the next call does it again."""
         self._started = action
         self._resume()
 
@@ -199,7 +199,7 @@ class Journal:
         old.close()
 
     def flush(self) -> None:
-        """Bring everything that was stored to the disk."""
+        """Write everything that was stored to the disk."""
         self.finish()
         for member in self._files:
             member.check_path()
@@ -248,11 +248,11 @@ class Journal:
         """Finish, flush, delete the journal and let others open the files.
 
         Raises:
-          Exception: where a write cannot be finished; the tables stay open. Where they
-            cannot be flushed they are closed, and the journal remains.
+          Exception: if a write cannot be finished; the tables stay open. If they cannot be
+            flushed they are closed, and the journal remains.
         """
         if os.getpid() != self._pid and self._files:
-            return  # the files are the parent's
+            return  # the files belong to the parent
         if not self.closed:
             self.finish()
         try:
@@ -288,7 +288,7 @@ class Journal:
     # --- the end of the process -------------------------------------------------------
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At the end of the process all is written, and names of modules may be gone.
+        # At the end of the process everything is written, and modules may be gone.
         if not is_finalizing():
             self.abandon()
 
@@ -317,13 +317,13 @@ class Journal:
             member.unlock()
 
 
-#: Of all tables that are there.
+#: Of all existing tables.
 _JOURNALS: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 
 
 @atexit.register
 def _finish_all() -> None:
-    # Before JAX, which was imported and so registered earlier, lets its devices go.
+    # Before JAX, which was imported and registered earlier, releases its devices.
     for journal in list(_JOURNALS):
         if journal.lock.acquire(timeout=10):  # a thread may be in a call for ever
             journal.abandon()
@@ -366,7 +366,7 @@ class Journaled(abc.ABC):
 
     @one_at_a_time
     def flush(self) -> None:
-        """Returns once all that was stored is written, and in files on the disk.
+        """Returns once all stored steps are written, in files on the disk.
 
         Raises:
           DataLossError: where a file was deleted or replaced.
@@ -374,7 +374,7 @@ class Journaled(abc.ABC):
         self._journal.flush()
 
     def close(self) -> None:
-        """Writes what was stored, flushes and lets others open the files. Idempotent.
+        """Writes stored steps, flushes and lets others open the files. Idempotent.
 
         Raises:
           DataLossError: where a file was deleted or replaced.
@@ -479,7 +479,7 @@ def _start_of(part: Part) -> bytes:
 
 
 def _checksum(words: np.ndarray, before: int) -> int:
-    """CRC-32 of what was before, and of eight bytes in each page, which a disk may lack."""
+    """Continue a CRC-32 with eight bytes of each page: a disk may lack whole pages."""
     # Summing all of them takes 3 to 5 % of a step.
     pages = len(words) // PAGE * PAGE
     starts = words[:pages].view(np.uint64)[:: PAGE // 8]

@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def is_narrow(self) -> bool:
-        """True if records hold fewer bits of the table than a step computes."""
+        """True if records hold the table in fewer bits than a step computes."""
         return self.fields[0].dtype != self.dtype
 
     @property
@@ -117,7 +117,7 @@ def layout_of(
 ) -> Layout:
     """Find out from ``tx.init`` what is kept for a table of this shape.
 
-    The optimizer keeps for each row what grows with the number of rows.
+    State arrays that grow with the number of rows belong to the rows.
 
     Raises:
       InvalidArgumentError: where a row cannot be stepped by itself, or ``tx.init`` takes

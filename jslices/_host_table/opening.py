@@ -1,4 +1,4 @@
-"""Opening the file of a host table: locked, and brought to a whole step."""
+"""Opening the file of a host table: locked, and restored to a whole step."""
 
 import contextlib
 import os
@@ -59,7 +59,7 @@ def _refuse_orphan(path: str) -> None:
 
 
 def settle(file: File, form: FileForm) -> None:
-    """Bring a locked file to a whole step by the journal beside it, and delete that."""
+    """Restore a locked file to a whole step by the journal beside it, which is deleted."""
     path, journal = file.path, storage.journal_of(file.path)
     head = read_head(journal)
     if head is not None and head.unflushed and head.boot != this_boot():
@@ -78,7 +78,7 @@ def settle(file: File, form: FileForm) -> None:
             "copy that save(path) made in its place"
         )
     if head is not None and head.tables > 1:
-        os.sync()  # of the other tables as well, whose journal it is
+        os.sync()  # the files of the other tables of this journal, too
     elif head is not None:
         os.fsync(file.fileno())
     if replayed:
@@ -87,7 +87,7 @@ def settle(file: File, form: FileForm) -> None:
 
 
 def _replay(file: File, form: FileForm, head: Head) -> bool:
-    """Write the step that is in a journal to all of its files; False if not of this one."""
+    """Write the step in a journal to all of its files; False if it is not of this file."""
     path, journal = file.path, storage.journal_of(file.path)
     parts = read_body(path, journal, head)
     paths = [part.file for part in parts]

@@ -32,7 +32,7 @@ from jslices.extend import human_bytes
 
 try:
     import fcntl
-except ImportError:  # Windows: nobody is kept from opening a file twice
+except ImportError:  # Windows: a file can be opened twice
     fcntl = None  # type: ignore[assignment]
 
 PAGE = 4096
@@ -48,7 +48,7 @@ class File(io.FileIO):
     one call, so that no interrupt comes between the file and what refers to it.
     """
 
-    #: Where it is now, unless that is the name by which it was opened.
+    #: Where it is now, if that is not the name by which it was opened.
     renamed: str | None = None
 
     @property
@@ -112,7 +112,7 @@ class Records:
 
     def apply(self, part: Part) -> None:
         """Write some rows, and the values that all rows share; the same if done again."""
-        # As opaque records, which NumPy copies a tenth faster.
+        # NumPy copies opaque records a tenth faster.
         record = np.dtype((np.void, part.words.shape[1] * part.words.itemsize))
         words = np.ascontiguousarray(part.words)
         self.array.view(record)[part.rows, 0] = words.view(record)[:, 0]
@@ -135,7 +135,7 @@ class Records:
 
 
 def copy_records(source: Records, target: Records, rows: int) -> None:
-    """Copy records, so many at a time, except those that never began in both."""
+    """Copy records, so many at a time, except rows that began in neither."""
     for part in parts_of(len(source.array), rows):
         words = source.array[part]
         if words.any() or target.array[part].any():
@@ -238,8 +238,8 @@ class FileRecords(Records):
         self.id[...] = np.frombuffer(os.urandom(16), np.uint8)
 
     def reserve(self, rows: np.ndarray) -> None:
-        # What is written by the map has no error for a full disk but SIGBUS, so that new
-        # rows, which may be holes in the file, are filled with zeros by a call first.
+        # On a full disk a write through the map ends in SIGBUS, so a call first fills new
+        # rows, which may be holes in the file, with zeros.
         new = rows[self.array[rows, -1] == 0] if len(rows) else rows
         if not len(new):
             return
@@ -275,7 +275,7 @@ class FileRecords(Records):
         """Give a file that was made its name; the same if done again."""
         if self._temporary is not None:
             if os.path.lexists(self._temporary):
-                os.replace(self._temporary, path)  # while it is open, and so locked
+                os.replace(self._temporary, path)  # while it is open and locked
             files.sync_directory(os.path.dirname(path))
             self.path = self._file.renamed = path
             self._temporary = None
@@ -312,7 +312,7 @@ def make(path: str, form: FileForm) -> FileRecords:
 
 
 def clean(path: str) -> None:
-    """Delete what killed processes left of files that were to get this name."""
+    """Delete temporary files of this name that killed processes left."""
     for temporary, _ in files.temporaries_of(path):
         with contextlib.suppress(FailedPreconditionError):  # of one that is alive
             if (file := locked(temporary)) is not None:
@@ -377,7 +377,7 @@ def _is_in_memory(file: File) -> bool:
 
 
 def _allocate(file: File, size: int) -> None:
-    """Take the room for a whole file; what it holds stays."""
+    """Reserve the room for a whole file; its contents stay."""
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:

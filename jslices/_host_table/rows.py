@@ -1,4 +1,4 @@
-"""Rows of a host table on a device, and what is computed of them there."""
+"""Rows of a host table on a device, and computations with them there."""
 
 import dataclasses
 import functools
@@ -40,9 +40,9 @@ class HostRows:
         """The rows and the optimizer's state of them, as arrays; for use under ``jit``.
 
         Returns:
-          ``(table, state)``: an array ``[U, *D]`` in which the ids that ``fetch`` returned
-          number the rows, and what ``tx.init`` would keep for it. Rows of an optimizer with
-          ``untouched="exact"`` have caught up.
+          ``(table, state)``: an array ``[U, *D]`` whose rows are numbered by the ids that
+          ``fetch`` returned, and a state like that of ``tx.init`` for it. Rows of an
+          optimizer with ``untouched="exact"`` have caught up.
         """
         table, state = self.layout.unpack(self.words, self.shared)
         if self.layout.tx.catches_up:
@@ -59,8 +59,8 @@ class HostRows:
           state: the optimizer's state of it.
           key: where rows are stored in fewer bits (``HostTable(stored=...)``), a random
             key, another one in each step. Elements are rounded up or down at random, right
-            in the mean, by bits that follow from the key, the number of the row and the
-            place in it, and from nothing else.
+            in the mean, by bits that depend only on the key, the number of the row and the
+            place in it.
 
         Raises:
           InvalidArgumentError: for arrays of other shapes or dtypes; without a key where
@@ -102,7 +102,7 @@ class Fetched(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Rows that were stored: what the device may still be computing."""
+    """Rows that were stored; the device may still be computing them."""
 
     records: Records
     fetched: Fetched
@@ -132,7 +132,7 @@ def initial_records(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[j
 
 @jax.jit
 def caught_up(rows: HostRows, steps: jax.Array) -> tuple[jax.Array, HostRows]:
-    """Make up the steps that rows have missed; returns their parameters and the rows."""
+    """Do the steps that rows have missed; returns their parameters and the rows."""
     table, state = rows.unpack()
     key = jax.random.fold_in(jax.random.key(0), steps) if rows.layout.is_narrow else None
     return table, rows.pack(table, state, key)
@@ -156,7 +156,7 @@ def with_pending(
 def _patched(
     words: jax.Array, source: jax.Array, pending: jax.Array, shared: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Replace records that have a source; copies all, as a step may donate them."""
+    """Replace records that have a source; copies all records, as a step may donate them."""
     changed = (source < pending.shape[0])[:, None]
     new = pending.at[source].get(mode="fill", fill_value=0)
     return jnp.where(changed, new, words), tuple(map(jnp.copy, shared))

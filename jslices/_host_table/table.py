@@ -43,24 +43,24 @@ class HostTable(Journaled):
 
     The table ``[V, *D]`` is in the memory of the host, or in a file that may be larger than
     that. For each batch :meth:`fetch` brings the distinct rows that its ids name to the
-    device, with what the optimizer keeps for them. A jitted step trains them as an array
-    ``[U, *D]``, with the optimizer's own arithmetic, and :meth:`store` writes them back. A
-    row and its state are one record, so that a row costs one access.
+    device, with their optimizer state. A jitted step trains them as an array ``[U, *D]``,
+    with the optimizer's own arithmetic, and :meth:`store` writes them back. A row and its
+    state are one record, so that a row costs one access.
 
     Rows begin when they are first fetched: until then a file takes no room on the disk.
     Only one process at a time can have a file open. After a kill, Ctrl-C or the end of the
     process it holds all steps that were stored, whole; :attr:`steps` says how many, so that
-    training can go on with the next batch. After a failure of the machine that is certain
-    only of what was there at the last :meth:`flush`, and only if nothing was stored since;
-    otherwise opening raises DataLossError: keep a copy (:meth:`save`).
+    training can go on with the next batch. After a failure of the machine only the rows of
+    the last :meth:`flush` are certain, and only if nothing was stored since; otherwise
+    opening raises DataLossError: keep a copy (:meth:`save`).
 
     Args:
       shape: ``(V, *D)``.
-      tx: the optimizer, of jslices or of Optax; a new step may use one that differs in its
-        numbers alone. Each row must be stepped by itself: not a factored ``adafactor``, nor
+      tx: the optimizer, of jslices or of Optax; a later step may use one that differs only
+        in its numbers. It must step each row by itself: not a factored ``adafactor``, nor
         ``multi_steps``.
       path: of the file, made if there is none; None for a table in memory.
-      init: what rows begin with: a number, or ``init(ids) -> [n, *D]``, which gets row
+      init: the initial value of rows: a number, or ``init(ids) -> [n, *D]``, which gets row
         numbers int64 ``[n]``, and should give a row the same values at any time.
       dtype: of the table, in a step.
       stored: None, or a dtype of fewer bits for the rows in memory or in the file, so that
@@ -92,8 +92,8 @@ class HostTable(Journaled):
 
     Untouched rows: as the optimizer has it. With ``untouched="exact"`` rows catch up on the
     device whenever they are fetched or read. Duplicate ids share a row, and their gradients
-    add. An id that is out of range gets U for a number, which is out of range of the rows
-    on the device.
+    add. An id that is out of range gets the number U, which is out of range of the rows on
+    the device.
 
     Cost: a step sorts K ids, and reads, copies to the device and back, and writes ``U``
     records of ``*D`` elements and their state. Host memory: ``V`` records, or what the
@@ -143,7 +143,7 @@ class HostTable(Journaled):
             )
         arguments.check_options(size, device, overlap)
         self._init, self._size, self._room = init, size, 1
-        # None leaves rows to be moved where a step needs them, and compiles it once.
+        # With None a step moves rows where it needs them, and is compiled once.
         self._device = device
         if overlap is None:
             target = jax.devices()[0] if device is None else device
@@ -195,13 +195,13 @@ class HostTable(Journaled):
           ids: a pytree of integers of any shape (NumPy's, lists' or JAX's), in all K.
 
         Returns:
-          ``(rows, places)``: what a step takes instead of a table, whose
-          ``rows.unpack()`` gives an array ``[U, *D]`` and the optimizer's state, and
-          ``rows.pack(table, state)`` the rows to store; and a pytree like ``ids`` of int32,
-          where in this array the row of each id is, U for an id that is out of range.
+          ``(rows, places)``: ``rows`` replaces the table in a step; ``rows.unpack()`` gives
+          an array ``[U, *D]`` and the optimizer's state, ``rows.pack(table, state)`` the
+          rows to store. ``places``, a pytree like ``ids`` of int32, says where in this
+          array the row of each id is, U for an id that is out of range.
 
         Raises:
-          TypeError: for ids that are no integers, or traced.
+          TypeError: for ids that are not integers, or traced.
           InvalidArgumentError: for more distinct rows than ``size``.
           FailedPreconditionError: after ``close``.
         """
@@ -231,13 +231,13 @@ class HostTable(Journaled):
         """Writes back the rows that were fetched last.
 
         Args:
-          rows: what ``rows.pack`` returned in the step. They are still needed afterwards
-            where writing overlaps with the next step, so do not donate them to another.
+          rows: the result of ``rows.pack`` in the step. If writing overlaps with the next
+            step they are still needed, so do not donate them to another.
 
         Raises:
           TypeError: for anything else.
           FailedPreconditionError: for rows that are not those of the last ``fetch``.
-            Nothing is written. Where writing overlaps, the next call says so.
+            Nothing is written. If writing overlaps, the next call raises it.
         """
         self._journal.finish()
         self._journal.store([self._take(rows)], at_once=not self._overlap)
@@ -259,7 +259,7 @@ class HostTable(Journaled):
         return Stored(self._records, fetched, rows)
 
     def _room_for(self, rows: int, ids: int) -> int:
-        """U: room for some rows, of as many ids."""
+        """U: the room for some distinct rows of some ids."""
         if self._size is not None:
             if rows > self._size:
                 raise InvalidArgumentError(
@@ -312,7 +312,7 @@ class HostTable(Journaled):
           ``[..., *D]``; NaN for an id that is out of range.
 
         Raises:
-          TypeError: for ids that are no integers.
+          TypeError: for ids that are not integers.
         """
         self._journal.finish()
         ids = arguments.checked_ids(ids)
@@ -328,7 +328,7 @@ class HostTable(Journaled):
 
     @one_at_a_time
     def catch_up(self) -> None:
-        """Makes up the steps that rows of an exact optimizer have missed, in all rows.
+        """Does the steps that rows of an exact optimizer have missed, in all rows.
 
         Not needed for ``fetch``, ``read`` and ``save``; needed before the optimizer is
         replaced by one with another learning rate. Cost: reads and writes all records that
@@ -374,14 +374,14 @@ class HostTable(Journaled):
             copy = self._copied_to(path, self._records)
             with contextlib.closing(copy):
                 copy.publish(path)
-        files.remove(storage.journal_of(path))  # of a table that was there and is no more
+        files.remove(storage.journal_of(path))  # left by an earlier table of this path
 
     @one_at_a_time
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Takes over all rows, and how many steps were stored, from a file.
+        """Takes over all rows, and the number of stored steps, from a file.
 
-        A table in a file has the new rows when all of them are copied to another file, for
-        which the disk needs room; that takes the place of the old one.
+        For a table in a file all rows are copied to another file, for which the disk needs
+        room; it replaces the old one when complete.
 
         Raises:
           NotFoundError: if there is none.
@@ -405,17 +405,17 @@ class HostTable(Journaled):
 
     @one_at_a_time
     def grow(self, num_rows: int) -> None:
-        """Gives the table more rows, which begin anew; those that it has keep their state.
+        """Gives the table more rows, which begin anew; existing rows keep their state.
 
-        A file is copied to a new one, which takes its place when it is whole: the disk
-        needs room for both until then.
+        A file is copied to a new one, which replaces it when complete: the disk needs room
+        for both until then.
 
         Args:
           num_rows: V from now on.
 
         Raises:
           InvalidArgumentError: for fewer rows than there are.
-          OSError: for a file for which there is no room; the table is as it was.
+          OSError: if there is no room for the file; the table is as it was.
         """
         records = self._records
         if num_rows < len(records.array):
@@ -433,7 +433,7 @@ class HostTable(Journaled):
     def _copied_to(
         self, path: str, source: storage.Records, num_rows: int | None = None
     ) -> storage.FileRecords:
-        """A new file, on the disk, that is to be at a path."""
+        """A new file, on the disk, for a path."""
         copy = storage.make(path, self._form(num_rows or len(source.array)))
         try:
             storage.copy_records(source, copy, self._part_rows)
@@ -467,15 +467,15 @@ class HostTable(Journaled):
         """Tables that are fetched and stored as one, in steps that all files have or none.
 
         Args:
-          tables: names and tables. From now on they are closed together, and they can
-            still be used one by one.
+          tables: names and tables. From now on they are closed together; they can still be
+            used one by one.
 
         Returns:
           An object with ``fetch(ids)`` and ``store(rows)``, which take and give dicts of
           these names, ``steps``, ``flush()`` and ``close()``.
 
         Raises:
-          InvalidArgumentError: for a table that is in there twice, or together with others.
+          InvalidArgumentError: for a table that occurs twice, or is together with others.
           TypeError: for anything but tables.
 
         Example:

@@ -12,8 +12,8 @@ from jslices.extend import PyTree
 class HostTables(Journaled):
     """Host tables by name, made by :meth:`jslices.HostTable.together`.
 
-    A step is in the files of all of them or in none, whatever kills the process. They lie
-    together in one journal, that of the first file, to which the others have links.
+    A step is in the files of all of them or in none, whatever kills the process. They share
+    one journal, that of the first file; the others link to it.
     """
 
     def __init__(self, tables: Mapping[str, HostTable]) -> None:
@@ -53,7 +53,7 @@ class HostTables(Journaled):
         """How many steps were stored.
 
         Raises:
-          FailedPreconditionError: where the tables differ in that.
+          FailedPreconditionError: if the tables differ in that.
         """
         steps = {name: table.steps for name, table in self._tables.items()}
         if len({*steps.values()}) != 1:

@@ -208,7 +208,7 @@ def _look_up_bags(
         keep, ids = bags.segments < bags.num_bags, bags.ids
         if default_id is not None:
             filled = jnp.zeros(bags.num_bags, bool).at[bags.segments].set(True, mode="drop")
-            # One more id is looked up, the last; it is not read if no bag is empty.
+            # The last id is an additional one, which is not read if no bag is empty.
             default = _row_number(default_id, num_rows, caller)
             ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
             ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
@@ -452,7 +452,7 @@ def _weights(
 
 
 def _differ(one: Bcoo, other: Bcoo) -> bool:
-    """Whether matrices have other elements, as far as can be told while tracing."""
+    """Whether matrices have other elements, as far as is known while tracing."""
     if one.indices is other.indices:
         return False
     pair = one.indices, other.indices
@@ -471,7 +471,7 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
     wide = widened(rows)
     weights = jnp.ones(segments.shape, wide.dtype)
     if bags.weights is not None:
-        # Weights of ids in no bag may be anything; their squares must not reach a gradient.
+        # Ids in no bag may have any weight, whose square must not reach a gradient.
         weights = jnp.where(segments < count, bags.weights, 0).astype(wide.dtype)
         wide = wide * per_row(weights, wide)
 
@@ -486,7 +486,7 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
     summed = total(wide)
     if combiner != "sum":
         divisor = total(weights if combiner == "mean" else weights**2)
-        # Where the divisor is zero the result is, and the slope of the root is infinite.
+        # If the divisor is zero, so is the result, and the slope of the root is infinite.
         usable = divisor != 0
         divisor = jnp.where(usable, divisor, 1)
         divisor = divisor if combiner == "mean" else jnp.sqrt(divisor)

@@ -35,7 +35,7 @@ def embedding_lookup(
     """The rows of a table with the given row numbers.
 
     Under :func:`jslices.grad` and its relatives the gradient of ``params`` is an
-    IndexedSlices, one for each shard. So it is of plain ``table[ids]`` and
+    IndexedSlices, one for each shard, as for plain ``table[ids]`` and
     ``jnp.take(table, ids, axis=0)``; this function adds one meaning for every bad id.
 
     Args:
@@ -196,7 +196,7 @@ def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
     rows = take_rows(table, ids, **how)
     if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
         return rows
-    # Nothing is gathered from a table without rows. Adding the sum of a slice of no rows
+    # A table without rows is not gathered from. Adding the sum of a slice of no rows
     # keeps the table in the program, so that its gradient is IndexedSlices, too.
     nothing = jax.lax.dynamic_slice_in_dim(table, 0, 0).sum(0)
     return rows + jnp.broadcast_to(nothing, rows.shape)

@@ -1,4 +1,4 @@
-"""Losses over many classes that look at a few of them, drawn at random."""
+"""Losses over many classes that read a few of them, drawn at random."""
 
 import functools
 import math
@@ -282,8 +282,8 @@ def log_uniform_candidate_sampler(
 
     Raises:
       TypeError: if ``true_classes`` are not integers.
-      ValueError: if ``range_max`` is not in ``[1, 2^31)``, or more unique classes are
-        wanted than there are.
+      ValueError: if ``range_max`` is not in ``[1, 2^31)``, or there are fewer classes than
+        unique ones to draw.
 
     Cost: O(S log S) for each round of S draws; mostly one to three rounds, many only if S
     is near N. No array of N elements is made.

@@ -1,9 +1,9 @@
 """Where arrays are: the mesh they are on, its Explicit axes, their layouts, the platform.
 
-On a mesh of Explicit axes it is part of an array's type how the array is split. JAX wants
-to know the type of every result there, and refuses to gather rows of a table that is split
-by rows. What reads or writes rows therefore runs with all axes Auto, as it does on other
-meshes, and its results get their types back.
+On a mesh of Explicit axes an array's type says how the array is split. JAX needs to know
+the type of every result there, and refuses to gather rows of a table that is split by rows.
+Reads and writes of rows therefore run with all axes Auto, as on other meshes, and their
+results get their types back.
 
 XLA:TPU lays an array out by columns where its rows are not a multiple of 128 elements long.
 A gather or scatter of rows then copies the whole table, there and back. A row-major table
@@ -31,7 +31,7 @@ Spec = jax.P | tuple[None, ...]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: An array is taken for a table if it has so many rows for each element of a row.
+#: An array counts as a table if it has so many rows for each element of a row.
 TALL = 32
 _compiling_for: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "jslices_compiling_for", default=None
@@ -75,7 +75,7 @@ def everywhere(x: Aval, *others: PyTree) -> Any:
 
 
 def by_first_axis(x: Aval, *others: PyTree) -> Any:
-    """How arrays are split whose first axis is that of ``x``, and no other axis is."""
+    """How arrays are split whose first axis is that of ``x``; other axes are not split."""
     return _on_mesh_of((x, others), *_spec(x)[:1])
 
 
@@ -102,7 +102,7 @@ def _spec(x: Aval) -> tuple[tuple[str, ...], ...]:
 
 
 def explicit_part(mesh: AbstractMesh, spec: jax.P) -> jax.NamedSharding:
-    """What types tell of arrays split so: nothing of axes that are Auto."""
+    """The part of a split that types show: nothing about Auto axes."""
     explicit = set(mesh.explicit_axes)
     axes = (tuple(x for x in several if x in explicit) for several in split_along(spec))
     return jax.NamedSharding(mesh, jax.P(*axes))
@@ -116,7 +116,7 @@ def split_along(spec: Spec, ndim: int = 0) -> tuple[tuple[str, ...], ...]:
 
 @contextlib.contextmanager
 def with_auto_axes(mesh: AbstractMesh | None) -> Iterator[None]:
-    """In this context XLA decides how arrays on ``mesh`` are split, if there is one."""
+    """In this context XLA decides how arrays on ``mesh``, if any, are split."""
     if mesh is None:
         yield
         return
@@ -154,9 +154,8 @@ def _typed(sharding: jax.NamedSharding, x: jax.Array) -> jax.Array:
 def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function that is written for one device take arrays on Explicit axes.
 
-    To be used as a decorator where arrays come in and go out. Inside, all axes are Auto.
-    Positional arguments are pytrees of arrays and other things, keyword arguments pass as
-    they are.
+    A decorator for functions at the boundary. Inside, all axes are Auto. Positional
+    arguments are pytrees of arrays and other things; keyword arguments pass unchanged.
 
     Args:
       types: ``types(*args)`` gives the types of the results, as a prefix of their tree.
@@ -188,7 +187,7 @@ def like_first(x: PyTree, *rest: PyTree) -> PyTree:
 
 
 def mesh_of(aval: Aval) -> AbstractMesh | None:
-    """The mesh that an array is known to be on; None without one.
+    """The mesh of an array, if it is known to be on one; else None.
 
     Inside a ``shard_map`` there is none: arrays are those of one device.
     """
@@ -201,8 +200,8 @@ def mesh_of(aval: Aval) -> AbstractMesh | None:
 def on_one_mesh(arrays: PyTree) -> Any:
     """Put all arrays on the mesh that one of them is on.
 
-    Outside of ``jax.jit`` what a program computes from constants, ids say, may be on a
-    single device, and JAX does not spread it by itself.
+    Outside ``jax.jit`` arrays computed from constants, ids say, may be on a single device,
+    and JAX does not spread them by itself.
     """
 
     def is_placed(x: Leaf) -> bool:
@@ -220,10 +219,10 @@ def on_one_mesh(arrays: PyTree) -> Any:
 
 
 def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Entries ``[K, *D]`` and ``[K]`` that every device of a mesh gets to see.
+    """Entries ``[K, *D]`` and ``[K]`` on every device of a mesh.
 
-    Where the table is on several devices, each then steps the rows that it holds. Left to
-    itself, XLA would sum over devices what each would have written, arrays of V rows.
+    If the table is on several devices, each then steps the rows that it holds. Left to
+    itself, XLA would sum the arrays of V rows that each device would write.
     """
     mesh = mesh_of(jax.typeof(values))
     if mesh is None or mesh.size == 1 or not mesh.are_all_axes_auto:
@@ -250,7 +249,7 @@ def filled_like(
     the dtype of ``p``.
     """
     if axes is None:
-        # Without a dtype JAX leaves what is like a weakly typed array on one device.
+        # Without a dtype JAX leaves arrays like a weakly typed one on one device.
         dtype = jnp.result_type(p) if dtype is None else dtype
         return placed_as(p, jnp.full_like(p, value, dtype=dtype))
     p, axes = jnp.asarray(p), tuple(axes)
@@ -296,7 +295,7 @@ def placed_as(p: jax.Array, x: jax.Array, axes: Sequence[int] | None = None) -> 
 
 
 def _first(p: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """What ``p`` has first along all axes but ``axes``."""
+    """The first elements of ``p`` along all axes but ``axes``."""
     return p[tuple(slice(None) if n in axes else 0 for n in range(p.ndim))]
 
 
@@ -315,23 +314,23 @@ def row_major(tree: PyTree) -> Any:
     """The arrays of ``tree`` placed so that XLA reads and writes their rows in place.
 
     On a TPU a table is laid out by columns unless its rows are a multiple of 128 elements
-    long, and each lookup and each step then copies all of it. Give the tables, and the
-    state of their optimizer if it was made before, to this function once: what
-    ``tx.init``, ``tx.update``, ``tx.apply`` and :func:`jslices.apply_updates` return stays
-    row-major. (What a ``jit`` of yours returns does if it comes straight from one of them;
-    after a loop or a ``cond``, return ``jslices.row_major(params)``. It takes jax 0.11.1.
-    To export a step on a TPU, pass ``jax.export.export`` the ``disabled_checks``
+    long, and each lookup and each step then copies all of it. Pass the tables, and the
+    state of their optimizer if it exists already, to this function once: the results of
+    ``tx.init``, ``tx.update``, ``tx.apply`` and :func:`jslices.apply_updates` stay
+    row-major. (So do results of your own ``jit`` that come straight from one of them; after
+    a loop or a ``cond``, return ``jslices.row_major(params)``. It needs jax 0.11.1. To
+    export a step on a TPU, pass ``jax.export.export`` the ``disabled_checks``
     ``[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]``.)
 
     Args:
       tree: a pytree of arrays ``[V, *D]`` or ``jax.ShapeDtypeStruct``, under ``jit`` too.
-        Everything else is handed back.
+        Everything else is returned unchanged.
 
     Returns:
       The same tree, shapes, dtypes, values and shardings. Arrays that are row-major
-      already, as all are on CPUs and GPUs, and arrays of rows of one element are handed
-      back as they are. A struct becomes that of a row-major array, on the first device if
-      it names none.
+      already, as all are on CPUs and GPUs, and arrays of rows of one element are returned
+      as they are. A struct becomes that of a row-major array, on the first device if it
+      names none.
 
     Memory: a TPU pads rows to 128 elements, row-major ones of 16 to 8 times their size
     (docs/packed_tables.md says how to store short rows). Cost: one copy of each array that
@@ -369,12 +368,12 @@ def row_major_array(x: Leaf) -> Any:
 
 
 def row_major_tables(tree: PyTree) -> Any:
-    """The tree with what looks like a table in it row-major."""
+    """The tree with arrays that look like tables row-major."""
     return jax.tree.map(lambda x: row_major_array(x) if is_tall(x) else x, tree)
 
 
 def is_row_major(x: Aval) -> bool:
-    """Whether nothing is to be done. Of what is traced the layout is not known."""
+    """Whether there is nothing to do. Traced arrays have no known layout."""
     if math.prod(x.shape[1:]) < 2:
         return True
     if isinstance(x, jax.core.Tracer):
@@ -390,7 +389,7 @@ def laid_out_as(table: Aval, array: Aval) -> Any:
 
 
 def is_tall(x: Aval) -> bool:
-    """Whether an array has so many rows that it is taken for a table."""
+    """Whether an array has so many rows that it counts as a table."""
     return x.ndim > 0 and x.shape[0] >= TALL * math.prod(x.shape[1:])
 
 
@@ -408,7 +407,7 @@ def platform_at_hand() -> str:
 
 @contextlib.contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
-    """Within this context programs are traced for a target that need not be here."""
+    """Within this context programs are traced for a target, which need not exist here."""
     token = _compiling_for.set(platform)
     try:
         yield

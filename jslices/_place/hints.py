@@ -1,4 +1,4 @@
-"""Hints on what would make a program faster, and the memory that a process keeps.
+"""Hints that make a program faster, and the memory that a process keeps.
 
 On a CPU under Linux the memory of temporaries can stay from one step to the next.
 """
@@ -21,12 +21,12 @@ from jslices._typing import Leaf
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
-#: From gradients of so many bytes on a step without kept memory takes 2.2 times as long as
-#: with it in the median (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6 and 1e5).
+#: For gradients of so many bytes or more, a step without kept memory takes in the median
+#: 2.2 times as long as with it (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6, 1e5).
 HINT_BYTES = 16 * 10**6
 #: Rows of a tile on a TPU. Of 16-bit numbers 16 fill one, yet 8 suffice.
 TILE_ROWS = 8
-#: Set to 1 in the environment it calls :func:`keep_memory` at the import of jslices.
+#: If 1 in the environment, the import of jslices calls :func:`keep_memory`.
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
 _called = False
@@ -37,13 +37,13 @@ class PerformanceHint(UserWarning):
     """A program is right, but one line would make it faster: the text says which.
 
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
-    faster, and once for each table that :func:`jslices.row_major` or other sizes would.
-    Silence it with
+    faster, once for each table for which :func:`jslices.row_major` or other sizes would
+    help, and once for exact steps that write their rows twice. Silence it with
     ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
 
 
-def _hint_once(what: Hashable, message: str) -> None:
+def hint_once(what: Hashable, message: str) -> None:
     """Issues a hint at the user's line, the first time that it is about ``what``."""
     if what in _hinted:
         return
@@ -61,17 +61,17 @@ def _memory_is_kept() -> bool:
 def keep_memory() -> None:
     """Lets this process keep memory that it has freed, so that large steps run faster.
 
-    XLA:CPU allocates the temporaries of a program at each execution. Arrays above 32 MB
-    glibc's ``malloc`` takes from the operating system every time and gives back afterwards,
-    and the step waits for tens of thousands of page faults. After this call freed memory
-    stays with the process and, from the first dozen steps on, is used again. At V = 1e6,
-    D = 128 and 1e5 ids a step of Adam makes 13,800 page faults without it and none with it,
-    and takes half to four fifths of the time; steps whose gradients are below 4 MB do not
-    change.
+    XLA:CPU allocates the temporaries of a program at each execution. For arrays above 32 MB
+    glibc's ``malloc`` asks the operating system for memory every time and returns it
+    afterwards, and the step waits for tens of thousands of page faults. After this call the
+    process keeps freed memory and, from the first dozen steps on, uses it again. At V =
+    1e6, D = 128 and 1e5 ids a step of Adam makes 13,800 page faults without it and none
+    with it, and takes half to four fifths of the time; steps whose gradients are below 4 MB
+    do not change.
 
     Call it once, at the start of the program, before JAX computes anything. It affects the
-    whole process, NumPy and other libraries included: the process keeps the most memory
-    that it ever used until it ends.
+    whole process, NumPy and other libraries included: until it ends, the process keeps the
+    most memory that it ever used.
 
     To get the same without changing the program, run it with
     ``JSLICES_KEEP_MEMORY=1 python train.py``, which the import of jslices reads; or, for a
@@ -101,7 +101,7 @@ def keep_memory() -> None:
             "the program, before the first array is made"
         )
     mallopt = ctypes.CDLL(None).mallopt
-    # Arrays are not mapped one by one, nothing is given back, and all threads share one
+    # Arrays are not mapped one by one, no memory is returned, and all threads share one
     # heap: the heaps of threads are limited to 64 MB, and larger arrays mapped again.
     for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
         if not mallopt(parameter, value):
@@ -132,7 +132,7 @@ def keep_memory_if_set() -> None:
 
 
 def hint_large_step(num_bytes: int) -> None:
-    """Says, once in a process, what a large step on a CPU loses without kept memory.
+    """Hints, once in a process, at what a large step on a CPU loses without kept memory.
 
     Args:
       num_bytes: of the values of the gradient, ``K * D * itemsize``; from ``HINT_BYTES`` on
@@ -143,7 +143,7 @@ def hint_large_step(num_bytes: int) -> None:
         return
     if platform.libc_ver()[0] != "glibc":
         return
-    _hint_once(
+    hint_once(
         what,
         f"this step has a gradient of {num_bytes / 1e6:.0f} MB, and the operating system "
         "maps the temporaries of such a step anew each time: it takes about twice as long "
@@ -153,17 +153,17 @@ def hint_large_step(num_bytes: int) -> None:
 
 
 def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLike) -> None:
-    """Says, once for each table, what rows cost that do not fill the tiles of a TPU.
+    """Hints, once for each table, at the cost of rows that do not fill a TPU's tiles.
 
-    ``[L, V, D]`` is stored in tiles of 8 rows of one table, so that XLA:TPU cannot take it
-    for ``[L * V, D]`` unless these are full, and copies it to write some thousand rows.
+    ``[L, V, D]`` is stored in tiles of 8 rows of one table. Unless these are full, XLA:TPU
+    cannot treat it as ``[L * V, D]``, and copies it to write some thousand rows.
     """
     num_rows = shape[row_axes - 1]
     if row_axes == 1 or len(shape) != row_axes + 1 or platform_at_hand() != "tpu":
         return
     if not _jax.definitely(lambda: num_rows % TILE_ROWS > 0):
         return
-    _hint_once(
+    hint_once(
         (place, shape, dtype),
         f"the table{place} of shape {shape} has {num_rows} rows along axis {row_axes - 1}, "
         f"which the {TILE_ROWS} rows of a TPU's tile do not divide: each step of more than "
@@ -175,13 +175,13 @@ def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLi
 
 
 def warn_of_columns(place: str, x: Leaf) -> None:
-    """Says, once for each table, what one that is laid out by columns costs."""
+    """Hints, once for each table, at the cost of a layout by columns."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
         return
-    # JAX says what is wrong with a deleted one.
+    # JAX has an error for deleted arrays.
     if x.is_deleted() or is_row_major(x) or not is_tall(x):
         return
-    _hint_once(
+    hint_once(
         (place, x.shape, x.dtype),
         f"the table{place}, {x.dtype}{list(x.shape)}, is laid out by columns: each lookup, "
         f"and each step, copies all of it, {human_bytes(x.nbytes)}, to rows and back. "

@@ -31,8 +31,8 @@ def padded_rows(
 
     Args:
       num_rows: V, the rows that the table needs.
-      devices: among how many they are divided, an int, or a mesh. A checkpoint can later go
-        to any number of devices that divides the rows: 4096 leaves room for that.
+      devices: the number of devices that divide them, an int, or a mesh. A checkpoint can
+        later go to any number of devices that divides the rows: 4096 leaves room for that.
       axis: of a mesh, the axis along which rows are split, or several; None means all.
 
     Returns:
@@ -40,8 +40,8 @@ def padded_rows(
 
     Raises:
       InvalidArgumentError: for a negative V, a number of devices below 1, an axis that the
-        mesh does not have, and an axis of a mere number.
-      TypeError: if V is no integer, or ``devices`` neither an integer nor a mesh.
+        mesh does not have, and an axis without a mesh.
+      TypeError: if V is not an integer, or ``devices`` neither an integer nor a mesh.
 
     Cost: none.
 
@@ -139,7 +139,7 @@ class Placement:
         if not any(self.by_axis[1:]):
             return numbers
         # A row number has two digits for each axis, part and place. All the parts go first.
-        # The first digit stays the first: so the first number that is too large does, too.
+        # The first digit stays first, and so does the first number that is too large.
         pairs = zip(self.parts(), self.part_of(sizes), strict=True)
         radices: list[int] = [radix for pair in pairs for radix in pair]
         order = [*range(0, len(radices), 2), *range(1, len(radices), 2)]
@@ -170,7 +170,7 @@ class Placement:
     def known(self) -> tuple[str, ...]:
         """The axes that are known to split no row.
 
-        What an Auto axis does to columns is left to XLA, which leaves them where they are.
+        How an Auto axis splits columns is left to XLA, which leaves them where they are.
         """
         explicit = self.mesh.explicit_axes
         return tuple(x for x in self.batch if x in self.rows or x in explicit)
@@ -178,7 +178,7 @@ class Placement:
     def numbers(self) -> jax.Array:
         """``[N]``: each device gets the number of the part that it holds.
 
-        ``lax.axis_index`` is refused by XLA in a loop if some axes are Auto
+        XLA refuses ``lax.axis_index`` in a loop if some axes are Auto
         ("PartitionId instruction is not supported").
         """
         return jnp.arange(self.shards, dtype=jnp.int32)
@@ -218,8 +218,8 @@ def on_each_device(
 ) -> Callable[..., Any]:
     """``jax.shard_map`` on the mesh of a table.
 
-    ``whole_rows``: whether ``fun`` gets whole rows also of a table whose columns are split
-    over devices, or may be; that is then left to XLA.
+    ``whole_rows``: whether ``fun`` gets whole rows even if the table's columns are, or may
+    be, split over devices; that is then left to XLA.
     """
     names = placement.known if whole_rows else placement.mesh.axis_names
 

@@ -5,9 +5,9 @@ JAX's own operations disagree with one another: ``table[V]`` reads the last row,
 In jslices an index outside ``[0, V)``, a negative one included, marks an *empty entry*: a
 read through it gives the fill value, and a write through it changes nothing.
 
-XLA copies gathered rows by vector instructions on a CPU, and only once on a GPU. What makes
-it do so stands behind primitives that are the identity: only the lowering for one platform
-knows more, every transformation may drop them, and other platforms see nothing.
+XLA copies gathered rows by vector instructions on a CPU, and only once on a GPU. Primitives
+that are the identity make it do so: only their lowering for one platform does more, every
+transformation may drop them, and other platforms see nothing.
 """
 
 import functools
@@ -30,13 +30,13 @@ from jslices._typing import Size
 INT32_MAX = np.iinfo(np.int32).max
 #: Gathered rows of so many elements would be copied by a scalar loop (see ``row_loop``).
 SCALAR = range(32, 80)
-#: Rows of so many elements XLA:TPU would pad to more than twice their size, and wants a
-#: table that is not an argument (but was just written, or is carried by a loop) by columns
-#: to gather from: it copies the whole of it (libtpu 0.0.50). It does not if the gather is
-#: told as well at which element, the first one, of a row to begin.
+#: XLA:TPU would pad rows of so many elements to more than twice their size. It gathers them
+#: by columns from a table that is not an argument (but was just written, or is carried by a
+#: loop), and copies all of it for that (libtpu 0.0.50). It does not if the gather also says
+#: at which element, the first one, of a row to begin.
 SHORT = range(2, 64)
-#: How rows are written at indices of which none is negative. JAX would look whether one is,
-#: which takes a kernel.
+#: How rows are written at indices that are not negative. JAX would check that, which takes
+#: a kernel.
 DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
 
 
@@ -49,7 +49,7 @@ def static_int(value: Size, refusal: str) -> int:
 
 
 def is_below(size: Size, other: Size) -> bool:
-    """Whether one size is known to be smaller than the other; open sizes do not tell."""
+    """Whether one size is known to be smaller than the other; False for open sizes."""
     return isinstance(size, int) and isinstance(other, int) and size < other
 
 
@@ -148,9 +148,10 @@ def places(
 ) -> tuple[jax.Array, ...]:
     """Where rows are along each of the ``row_axes`` axes that number them.
 
-    A number out of range is so along one axis at least. An array ``[L, V, *D]`` is thus
-    read and written as it is: as ``[L * V, *D]`` it would have to be copied on a TPU, where
-    V does not fill its tiles, and sent over the devices of a mesh that divide it along V.
+    A number out of range is out of range along one axis at least. So an array
+    ``[L, V, *D]`` is read and written as it is: as ``[L * V, *D]`` it would have to be
+    copied on a TPU, where V does not fill its tiles, and sent over the devices of a mesh
+    that divide it along V.
     """
     along: list[jax.Array] = []
     for length in shape[row_axes - 1 : 0 : -1]:
@@ -177,7 +178,7 @@ def take_rows(
     Traced as a ``gather`` even without any indices, where ``table[indices]`` is not.
     """
     row, num_rows = table.shape[row_axes:], rows_numbered(table.shape, row_axes)
-    if num_rows == 0:  # XLA refuses to gather from nothing
+    if num_rows == 0:  # XLA refuses to gather from an empty array
         missing: Any = missing_value(table.dtype) if fill_value is None else fill_value
         return jnp.full((*indices.shape, *row), missing, table.dtype)
     if indices.dtype.itemsize < 4:
@@ -223,7 +224,7 @@ def add_distinct_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> 
 def set_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """``table`` with ``rows`` written at ``indices``: unique, or out of range and dropped.
 
-    In place when ``table`` is donated. XLA is told that no two writes collide: on a GPU a
+    In place when ``table`` is donated. It tells XLA that no two writes collide: on a GPU a
     scatter that may collide is lowered to slow atomics (jax-ml/jax#38806).
 
     ``table`` ``[V, *D]`` may have several axes that number its rows ``[K, *D]``.
@@ -245,7 +246,7 @@ def height_of(table: jax.Array, rows: jax.Array) -> int:
 def _distinct_places(
     table: jax.Array, indices: jax.Array, rows: jax.Array
 ) -> tuple[Any, dict[str, Any]]:
-    """``table.at[...]``, with each empty entry at a row of its own beyond the table."""
+    """``table.at[...]``; each empty entry gets a distinct out-of-range row."""
     num_rows, count = height_of(table, rows), indices.shape[0]
     dtype = index_dtype(num_rows, np.dtype(indices.dtype))
     unique = is_below(num_rows + count - 1, np.iinfo(dtype).max)
@@ -342,7 +343,7 @@ def _more_instructions(rows: jax.Array, ids: jax.Array) -> jax.Array:
     for i in range(max(1, math.ceil(320 / length) - 4)):
         flat = flat ^ zero if i % 2 == 0 else flat + zero
     flat = lax.bitcast_convert_type(flat, rows.dtype)
-    # XLA repeats cheap operations in each of their users, which would take these away from
+    # XLA repeats cheap operations in each of their users, which would separate these from
     # the gather above. It does not repeat a gather, so a second one ends the loop.
     here = jnp.arange(flat.shape[0], dtype=jnp.int32)
     return flat.at[here].get(mode="promise_in_bounds").reshape(rows.shape)
@@ -353,7 +354,7 @@ def gathered_once(rows: jax.Array) -> jax.Array:
 
     XLA:GPU repeats a gather in each kernel that reads its rows. If one of these runs after
     the table is written, the gradient of a dense layer say, the whole table is copied first
-    (jax 0.12). On a GPU the rows are therefore kept from then on.
+    (jax 0.12). On a GPU the rows are therefore stored once.
     """
     return gathered_once_p.bind(rows)
 

@@ -1,4 +1,4 @@
-"""Row numbers as users pass them: converted, checked, and settled by a ``mode``."""
+"""Row numbers as users pass them: converted, checked, and normalized by a ``mode``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jslices._arguments import OneOf
 from jslices._rows.access import canonical_indices, in_32_bits, index_dtype, static_int
 
-#: What becomes of an id outside ``[0, V)``. As in JAX, "fill" and "drop" are one mode: a
-#: read fills, a write drops.
+#: What an id outside ``[0, V)`` does. As in JAX, "fill" and "drop" are one mode: a read
+#: fills, a write drops.
 MODE = OneOf("fill", "drop", "clip", "promise_in_bounds", "check")
 
 
@@ -29,11 +29,11 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
       num_rows: V, the number of rows of the table.
 
     Returns:
-      ``ids`` unchanged, so that ``check_ids(ids, num_rows)`` can stand where ``ids`` stood.
+      ``ids`` unchanged, so that ``check_ids(ids, num_rows)`` can replace ``ids``.
 
     Raises:
       IndexError: (also a ValueError) for the first id outside ``[0, V)``, negative ones
-        included, with its position, its value and the valid range. Under jit it travels
+        included, with its position, its value and the valid range. Under jit it goes
         through ``jax.experimental.checkify``: ``checkify.checkify(jax.jit(step))``.
       TypeError: if ``ids`` are not integers or ``num_rows`` is not an int.
 
@@ -66,7 +66,7 @@ def as_ids(ids: ArrayLike, caller: str, name: str = "ids") -> jax.Array:
     """``ids`` as a JAX array, in which a bad id stays bad.
 
     Without 64-bit types JAX truncates NumPy's int64 to 32 bits, and 2**32 + 3 would become
-    row 3. Here what does not fit saturates at the largest or smallest integer.
+    row 3. Here ids that do not fit become the largest or smallest integer.
     """
     if ids is None or hasattr(ids, "dense_shape"):
         hint = "" if ids is None else "; pass its row numbers: slices.indices"

@@ -1,8 +1,8 @@
 """Rows of 16 or 8 bits, rounded stochastically by bits that belong to each element.
 
-The bits of an element follow from the key, the number of its row and its place in the row,
-and from nothing else: they are the same whether the row stands alone or among others, in
-whatever order, on every platform and however the table is divided among devices.
+The bits of an element depend only on the key, the number of its row and its place in the
+row: they are the same whether the row is alone or among others, in whatever order, on every
+platform and however the table is divided among devices.
 """
 
 import functools
@@ -34,7 +34,7 @@ def is_narrow(dtype: DTypeLike) -> bool:
 def key_bits(key: Key, caller: str) -> KeyBits:
     """The bits of a typed key, or of an old one (uint32 ``[2]``, or ``[4]`` of ``rbg``).
 
-    A generator with longer keys lends its key only: its bits differ between platforms.
+    Of a generator with longer keys only the key is used: its bits differ between platforms.
 
     Raises:
       TypeError: for anything but one key.
@@ -55,8 +55,8 @@ def key_bits(key: Key, caller: str) -> KeyBits:
 
 
 def fold_in(bits: KeyBits, number: int) -> KeyBits:
-    """The key for part ``number``, in ``[0, 2**32)``, of what a key is for."""
-    # Apart from all that jax.random makes of the same key.
+    """The key for part ``number``, in ``[0, 2**32)``, of the use of a key."""
+    # Different from all numbers that jax.random draws with the same key.
     return jnp.stack(_hash(bits, jnp.uint32(number), jnp.uint32(0x524F554E)))
 
 
@@ -110,17 +110,17 @@ def round_rows(
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
 
     Returns:
-      ``[n, *D]``. A number that ``dtype`` has stays as it is; of two neighbours the farther
-      from zero is taken with a probability that is the share of the gap that lies below, in
-      units of 2**-16. NaN and infinities stay; finite numbers become infinite only where
-      nearest rounding makes them so. In float8_e4m3fn, which has no infinities, what is
-      beyond the largest number becomes that.
+      ``[n, *D]``. A number of ``dtype`` stays as it is; otherwise the neighbour farther
+      from zero is taken with a probability that is the share of the gap below the number,
+      in units of 2**-16. NaN and infinities stay; finite numbers become infinite only where
+      rounding to nearest makes them so. In float8_e4m3fn, which has no infinities, numbers
+      beyond the largest one become that.
 
     Cost: ``n * D / 4`` hashes, of about 80 integer operations each.
     """
     stored, narrow = jnp.finfo(jnp.float32), jnp.finfo(dtype)
     dropped = stored.nmant - narrow.nmant
-    deepest = min(16, 32 - dropped)  # bits more that are dropped of subnormals
+    deepest = min(16, 32 - dropped)  # more bits that subnormals drop
     # The exponents of both, as they are stored, from that of the subnormals on.
     lowest = int(narrow.minexp - stored.minexp) + 1
     word = lax.bitcast_convert_type(rows, jnp.uint32)
@@ -132,7 +132,7 @@ def round_rows(
     below = jnp.maximum(exponent, lowest) - exponent
     fraction >>= jnp.minimum(jnp.maximum(below, deepest) - deepest, 31)
     shift = dropped + jnp.minimum(below, deepest)
-    # What is dropped, as a share of 2**32, is compared with 16 random bits and a half.
+    # The dropped bits, as a share of 2**32, are compared with 16 random bits and a half.
     random = (_random16(numbers, rows.shape, bits) << 16) | 0x8000
     up = fraction << (32 - shift) > random
     magnitude = (exponent + below - lowest) << narrow.nmant

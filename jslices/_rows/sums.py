@@ -1,10 +1,10 @@
 """Summing the rows that share an index, in an order that is the same every time.
 
 Everywhere the indices are sorted. On a CPU that gives each distinct row a number, at which
-its occurrences are added one after the other. On other platforms additions to one place
-happen in whatever order the hardware comes to them, so there the rows of each run of equal
-indices are summed by blocks (:func:`sums_of_runs`). No floating number is then written
-where another may be.
+its occurrences are added one after the other. On other platforms the hardware orders
+additions to one place as it likes, so there the rows of each run of equal indices are
+summed by blocks (:func:`sums_of_runs`). Then no two floating numbers are written to one
+place.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jslices import _jax
 from jslices._arguments import OneOf
 from jslices._rows import access
 
-#: What a sum is divided by, of how many occurrences it has.
+#: From the number of occurrences to the divisor of their sum.
 Divisor = Callable[[jax.Array], jax.Array]
 
 COMBINERS: dict[str, Divisor | None] = {
@@ -31,7 +31,7 @@ COMBINERS: dict[str, Divisor | None] = {
 }
 COMBINER = OneOf(*COMBINERS)
 
-#: Entries of a run are summed within blocks of so many. So few or fewer make one block: its
+#: Entries of a run are summed within blocks of so many. At most so many make one block: its
 #: work is their square (on an H100, of 625 blocks of 64 numbers a fifth of Adam's step).
 BLOCK, ONE_BLOCK = 16, 256
 
@@ -55,7 +55,7 @@ def sum_duplicates(
         always suffices.
       combine: a key of ``COMBINERS``.
       packed: whether all empty entries are at the end. Otherwise they may be between the
-        rows, which saves other platforms than a CPU two scatters where U is K.
+        rows, which saves two scatters, except on a CPU, if U is K.
 
     Returns:
       ``(values [U, *D], indices [U], distinct [])``: distinct rows, sorted, and empty
@@ -81,7 +81,7 @@ def sum_duplicates(
     return summed, unique, distinct
 
 
-# Traced once for all gradients of one shape, and one program outside of ``jax.jit``.
+# Traced once for all gradients of one shape, and one program outside ``jax.jit``.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _sum_duplicates(
     values: jax.Array,
@@ -158,8 +158,8 @@ def _by_runs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The indices are sorted, and the rows of equal ones summed.
 
-    Each sum comes out where its row occurs first among the sorted indices, and the other
-    entries are empty: unless they shall be packed there is nothing to move.
+    Each sum is where its row occurs first among the sorted indices, and the other entries
+    are empty: unless they must be packed there is nothing to move.
     """
     ordered, positions = sort_ids(indices)
     summed = sums_of_runs(ordered, _in_order(widened(values), positions))
@@ -199,9 +199,9 @@ def add_rows(
       rows: ``[K, *D]``, cast to the dtype of ``table``.
       distinct: whether no row is known to be named twice.
 
-    In place when ``table`` is donated. Cost: one scatter of ``K * D`` elements; where rows
-    may be named twice, on other platforms than a CPU, a sort of K integers and about two
-    passes over ``K * D`` elements more.
+    In place when ``table`` is donated. Cost: one scatter of ``K * D`` elements; if rows may
+    be named twice, and except on a CPU, also a sort of K integers and about two passes over
+    ``K * D`` elements.
     """
     rows = rows.astype(table.dtype)
     if distinct:
@@ -241,7 +241,7 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
     width = count if count <= ONE_BLOCK else BLOCK
     blocks = -(-count // width)
     beyond = blocks * width - count
-    # What is added at the end are zeros.
+    # Zeros are added at the end.
     ids = jnp.pad(ids, (0, beyond)).reshape(blocks, width)
     rows = jnp.pad(rows, ((0, beyond), *((0, 0),) * len(shape)))
     rows = rows.reshape(blocks, width, *shape)
@@ -252,7 +252,7 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
     none = jnp.zeros((), rows.dtype)
     sums = jnp.sum(jnp.where(in_run, rows[:, None], none), 2, dtype=rows.dtype)
     if blocks > 1:
-        # What follows in later blocks of the run that is not over at the end of this one.
+        # The rest, in later blocks, of the run that does not end in this one.
         first = ids[:, 0]
         follow = sums_of_runs(first, sums[:, 0])[1:]
         goes_on = (ids[:-1] == first[1:, None]).reshape(
@@ -265,7 +265,7 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _in_order(rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """All of ``rows``, in another order; of one's own derivative, as it is no lookup."""
+    """All of ``rows``, in another order; with its own derivative, as it is not a lookup."""
     return rows.at[positions].get(mode="promise_in_bounds", unique_indices=True)
 
 

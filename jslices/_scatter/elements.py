@@ -22,7 +22,7 @@ def scatter_nd_update(
 ) -> jax.Array:
     """``ref`` with elements or slices replaced: ``ref[tuple(indices[k])] = updates[k]``.
 
-    What this text says holds for all of ``scatter_nd_*``.
+    All of this holds for every ``scatter_nd_*``.
 
     Args:
       ref: ``[N1, N2, ...]`` of any dtype.
@@ -32,15 +32,15 @@ def scatter_nd_update(
       mode: as in :func:`scatter_update`, for every coordinate; negative never wraps.
 
     Returns:
-      The shape and dtype of ``ref``; the rest of it untouched. Of duplicates the last in
-      row-major order stays.
+      The shape and dtype of ``ref``; the rest of it untouched. The last of duplicates, in
+      row-major order, stays.
 
     Raises:
       TypeError, ValueError: as :func:`scatter_update`.
       IndexError: (also a ValueError) in mode ``"check"``.
 
-    Cost: a sort of K index tuples; writes only what is named. No flat offsets are formed,
-    so arrays of more than 2^31 elements work.
+    Cost: a sort of K index tuples; writes only the named elements. No flat offsets are
+    formed, so arrays of more than 2^31 elements work.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -100,12 +100,12 @@ def batch_scatter_update(
       mode: as in :func:`scatter_update`.
 
     Returns:
-      ``[*B, V, *D]``. Of duplicates within an example the last stays.
+      ``[*B, V, *D]``. The last of duplicates within an example stays.
 
     Raises:
       TypeError, ValueError, IndexError: as :func:`scatter_update`.
 
-    Cost: a sort of K integers for each example; writes only what is named.
+    Cost: a sort of K integers for each example; writes only the named rows.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

@@ -1,4 +1,4 @@
-"""What a scatter does to rows, given settled row numbers.
+"""What a scatter does to rows, given normalized row numbers.
 
 In every function ``ref`` is ``[V, *D]`` (several of its axes may number the rows),
 ``indices`` ``[K]`` in ``[0, V]``, where V drops, and ``rows`` ``[K, *D]`` of the dtype of
@@ -20,7 +20,7 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def update(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Of several rows for one place the last stays.
+    """If several rows have one place, the last stays.
 
     XLA leaves open which of several writes wins, so all but the last are dropped first.
     Cost: a sort of K integers, one scatter.
@@ -56,8 +56,8 @@ def _multiply_by_products(ref: jax.Array, indices: jax.Array, rows: jax.Array) -
 def divide(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """Floats are divided once, by the product of their divisors; integers by each in turn.
 
-    The product of 16-bit floats is taken in float32, whose range it hardly leaves. Integers
-    truncate towards zero at every division.
+    Products of 16-bit floats are computed in float32, whose range they hardly leave.
+    Integers truncate towards zero at every division.
     """
     if jnp.issubdtype(ref.dtype, jnp.integer):
         return _divide_integers(ref, indices, rows)
@@ -74,8 +74,8 @@ def _divide_floats(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.A
 
 @_divide_floats.defjvp
 def _divide_jvp(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
-    # The derivative is what it would be without a rule. But without one the rows of ref
-    # that are read here would look like a lookup of the user's; ref is used whole.
+    # The rule does not change the derivative. But without it the rows of ref that are read
+    # here would look like a lookup of the user's; ref is used whole.
     return jax.jvp(_divide_floats.fun, primals, tangents)
 
 

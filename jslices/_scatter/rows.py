@@ -23,7 +23,7 @@ def scatter_update(
     """``ref`` with rows replaced: ``ref[indices[k]] = updates[k]``, for every k in order.
 
     A pure function: the result is a new array, which under jit is written in place when
-    ``ref`` is donated. What this text says holds for all of ``scatter_*``.
+    ``ref`` is donated. All of this holds for every ``scatter_*``.
 
     Args:
       ref: ``[V, *D]`` of any dtype.
@@ -36,8 +36,8 @@ def scatter_update(
         it is an error, and nothing at all is written.
 
     Returns:
-      ``[V, *D]``, the dtype of ``ref``. Rows that no index names are untouched. Of
-      duplicates the last in row-major order stays, on every backend.
+      ``[V, *D]``, the dtype of ``ref``. Rows that no index names are untouched. The last of
+      duplicates, in row-major order, stays on every backend.
 
     Raises:
       TypeError: if ``indices`` are not integers or the dtypes differ.

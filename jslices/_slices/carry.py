@@ -1,4 +1,4 @@
-"""Functions as compiled programs, also outside of ``jax.jit``."""
+"""Functions as compiled programs, also outside ``jax.jit``."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ R = TypeVar("R")
 
 
 def one_program(fun: Callable[P, R]) -> Callable[P, R]:
-    """``fun``, compiled as a whole outside of ``jax.jit``, not operation by operation.
+    """``fun``, compiled as a whole outside ``jax.jit``, not operation by operation.
 
-    Its arguments are pytrees of arrays and slices. Bools in them, and arguments that must
-    be keywords, are static. With anything else, or arrays on different devices, it runs as
-    it is. An array that it returns as it came is not copied. Dtypes are promoted in JAX's
-    usual way, though the user's program may be strict.
+    Its arguments are pytrees of arrays and slices. Bools in them, and keyword-only
+    arguments, are static. With anything else, or arrays on different devices, it runs
+    uncompiled. Arguments that it returns are not copied. Dtypes are promoted in JAX's usual
+    way, even if the user's program is strict.
     """
     signature = inspect.signature(fun)
 
@@ -65,7 +65,7 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Argument:
-    """What stands in a program's result for one of its arguments."""
+    """In a program's result, the place of one of its arguments."""
 
     number: int
 
@@ -78,7 +78,7 @@ def _are_of_one_program(arrays: Sequence[Any]) -> bool:
                 devices.add(_devices_in_order(x.sharding))
         elif not isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
             return False
-        elif isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # which is then refused
+        elif isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # which ``fun`` refuses
             return False
     return len(devices) < 2
 

@@ -1,4 +1,4 @@
-"""Values and row numbers of an array, and what is known of them while tracing."""
+"""Values and row numbers of an array, and facts about them that are known while tracing."""
 
 import dataclasses
 import math
@@ -18,18 +18,17 @@ from jslices._typing import Aval
 
 
 class Facts(NamedTuple):
-    """What is known of slices while tracing, besides shapes and dtypes.
+    """Facts about slices that are known while tracing, besides shapes and dtypes.
 
     Attributes:
       distinct: whether no row is held twice, so that adding the rows takes no sort.
-      placement: on which devices of a mesh the rows of the array stand; each of them holds
-        the entries of its own rows. ``indices`` are row numbers of the whole array as ever.
-        What reads or writes rows of the array then needs nothing from other devices.
+      placement: which devices of a mesh hold the rows of the array; each of them holds the
+        entries of its own rows. ``indices`` are still row numbers of the whole array.
+        Reading or writing rows of the array then needs nothing from other devices.
 
     Slices keep their placement wherever JAX takes them apart and puts them together. They
-    forget that they are distinct: what a ``tree.map`` makes of ``values``
-    and ``indices`` may hold other rows, and a ``lax.cond`` wants the same type of an update
-    and of zeros.
+    forget that they are distinct: a ``tree.map`` over ``values`` and ``indices`` may give
+    other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
     """
 
     distinct: bool = False
@@ -49,15 +48,15 @@ class _Static(NamedTuple):
 class Entries:
     """Slices without arithmetic: rows ``values``, their numbers, and facts about them.
 
-    What compiles or places slices needs no more of them. Row numbers are integers, but
-    sealed as leaves of a pytree; either form is made of the other when asked for.
+    Code that compiles or places slices needs only these. Row numbers are integers, but
+    sealed as leaves of a pytree; each form is made from the other on demand.
     """
 
     values: jax.Array
     dense_shape: tuple[int, ...] | None
     facts: Facts
-    _indices: Any  # None as long as nobody asked what the leaf holds
-    _leaf: Any  # None as long as nobody took the slices apart
+    _indices: Any  # None until somebody asks for them
+    _leaf: Any  # None until the slices are taken apart
     _trace: object  # in which these slices were made
 
     @classmethod
@@ -69,7 +68,7 @@ class Entries:
         facts: Facts = NO_FACTS,
         leaf: Any = None,
     ) -> Self:
-        """Slices of parts that fit together, and what is known of them."""
+        """Slices of parts that fit together, and facts about them."""
         new = object.__new__(cls)
         vars(new).update(
             values=values,
@@ -128,7 +127,7 @@ class Entries:
         cls, static: _Static | tuple[int, ...] | None, children: Sequence[Any]
     ) -> Self:
         # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
-        # will do: slices with the axes of a batch are made so.
+        # is enough: slices with the axes of a batch are made like that.
         shape, placement = static if isinstance(static, _Static) else _Static(static)
         values, leaf = children
         if shape and getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim > 1:
@@ -140,7 +139,7 @@ class Entries:
         return cls.of(values, indices, shape, Facts(placement=placement), leaf)
 
     def with_values(self, values: jax.Array) -> Self:
-        """The same indices with other ``values`` ``[K, *D]``, and what is known of them."""
+        """The same indices with other ``values`` ``[K, *D]``, and facts about them."""
         return self._changed(values=values)
 
     def _changed(self, **parts: Any) -> Self:
@@ -152,7 +151,7 @@ class Entries:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The shape of :meth:`to_dense`; None for what an unknown ``dense_shape`` hides."""
+        """The shape of :meth:`to_dense`; None for lengths that are unknown."""
         batch = tuple(self.indices.shape[:-1])
         if self.dense_shape is not None:
             return batch + self.dense_shape
@@ -176,7 +175,7 @@ class Entries:
         """The dtype of ``values``."""
         return np.dtype(self.values.dtype)
 
-    name = op = None  #: TensorFlow's; there is no graph in which things have names
+    name = op = None  #: TensorFlow's; there is no graph with names
 
     @property
     def device(self) -> Any:
@@ -192,7 +191,7 @@ class Entries:
     def is_placed(self) -> bool:
         """Whether the devices of a mesh hold the entries of their own rows.
 
-        Not on the host, nor inside of a ``shard_map``.
+        Not on the host, nor inside a ``shard_map``.
         """
         placement = self.facts.placement
         return placement is not None and mesh_of(jax.typeof(self.values)) is not None
@@ -205,7 +204,7 @@ class Entries:
         )
 
     def _first_rows(self) -> str:
-        """The first row numbers in words, where they are at hand."""
+        """The first row numbers in words, if they are available."""
         x = self.indices
         at_hand = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
         if not at_hand or x.is_deleted() or not x.is_fully_addressable or not x.size:
@@ -220,7 +219,7 @@ class Entries:
         return None if shape is None else rows_numbered(shape, self.row_axes)
 
     def with_facts(self, facts: Facts) -> Self:
-        """The same entries, of which this is known."""
+        """The same entries, with these facts."""
         return self._changed(facts=facts)
 
     def numbered_as(self, shape: tuple[int, ...] | None) -> Self:
@@ -234,8 +233,8 @@ class Entries:
     def flat(self) -> Self:
         """The same entries as rows of ``[L * V, *D]``, numbered by one axis. No cost.
 
-        ``values`` ``[K, *D]`` and ``indices`` ``[K]`` stay, duplicates and empty entries,
-        too; for what takes one axis of rows alone, such as accumulators.
+        ``values`` ``[K, *D]`` and ``indices`` ``[K]`` stay, with duplicates and empty
+        entries; for code that takes one axis of rows, such as accumulators.
 
         Example:
           >>> import jax.numpy as jnp, jslices as js

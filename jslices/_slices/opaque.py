@@ -1,11 +1,11 @@
-"""Row numbers as leaves of a pytree: arrays to move, cut and join, and nothing else.
+"""Row numbers as leaves of a pytree: arrays that can only be moved, cut and joined.
 
 JAX has dtypes that it carries through every transformation and refuses to add, negate or
 sum, while tracing: those of random keys. Row numbers get one of their own; its name, which
 JAX's errors quote, says what to type.
 
-They are held as their complement, ``~n``: so zeros are the row -1, an empty entry, and
-``jax.tree.map(jnp.zeros_like, slices)`` has no rows, where row 0 would be touched.
+They are held as their complement, ``~n``: so zeros mean row -1, an empty entry, and
+``jax.tree.map(jnp.zeros_like, slices)`` has no rows, instead of touching row 0.
 """
 
 import functools
@@ -40,12 +40,12 @@ def _words(dtype: np.dtype) -> int:
     return 2 if dtype.itemsize == 8 else 1
 
 
-#: For each of them a kind of random keys, and its dtype: what JAX moves, and nothing else.
+#: For each a kind of random keys, and its dtype, which JAX moves but does not add.
 _KINDS = {
     dtype: _jax.define_keys(f"{dtype} row numbers", f"{dtype} {_ADVICE}", _words(dtype))
     for dtype in _PLAIN
 }
-#: A dtype that NumPy moves, and nothing else.
+#: A dtype that NumPy moves but does not add.
 _ON_HOST = {
     dtype: np.dtype([(f"{dtype} {_ADVICE}", f"V{dtype.itemsize}")]) for dtype in _PLAIN
 }
@@ -86,7 +86,7 @@ def _at_once(fun: Callable[..., jax.Array], x: jax.Array, dtype: np.dtype) -> ja
 
 
 def is_sealed(x: Leaf) -> bool:
-    """Whether nobody can add these row numbers."""
+    """Whether these row numbers are sealed: nobody can add them."""
     return getattr(x, "dtype", None) in _DTYPES
 
 
@@ -129,7 +129,7 @@ def opened(x: Leaf) -> Any:
 
 
 def from_bits(bits: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-    """The integers that stand on ``[..., 1]``, or ``[..., 2]``, uint32."""
+    """The integers of ``[..., 1]``, or ``[..., 2]``, uint32."""
     wide = np.bitwise_not(bits.view(np.int32 if bits.shape[-1] == 1 else np.int64)[..., 0])
     return wide if dtype is None else wide.astype(dtype)
 
@@ -141,7 +141,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 def _compare(
     numbers: Any, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
 ) -> Any:
-    """What NumPy may ask of row numbers: whether they are finite, or the same."""
+    """The operations of NumPy on row numbers: whether they are finite, or the same."""
     if ufunc in (np.isfinite, np.isnan, np.isinf):
         return np.full(numbers.shape, ufunc is np.isfinite)
     if ufunc not in (np.equal, np.not_equal):
@@ -153,7 +153,7 @@ def _compare(
 def _is_close(
     numbers: Any, func: Callable[..., Any], types: object, args: Any, kwargs: Any
 ) -> Any:
-    """Whether row numbers are close means whether they are the same."""
+    """For row numbers, close means the same."""
     bare = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, _NUMBERS) else x, args)
     if func not in (np.isclose, np.allclose):
         return func(*bare, **kwargs)
@@ -169,7 +169,7 @@ class _HostNumbers(np.ndarray):
 
 
 class RowNumbers(_jax.KeyArray):
-    """Row numbers outside of traced programs, where NumPy, too, must not add them.
+    """Row numbers outside traced programs, where NumPy, too, must not add them.
 
     ``np.asarray`` gives a dtype without arithmetic, ``jax.device_get`` integers.
     """
@@ -197,7 +197,7 @@ _NUMBERS = (_HostNumbers, RowNumbers)
 for _name in dir(jax.Array):
     _method = getattr(jax.Array, _name)
     if getattr(_jax.KeyArray, _name) is _method and not _name.startswith("_"):
-        # What random keys leave open: `astype`, `sum`, `real`, and so on.
+        # Attributes that random keys lack: `astype`, `sum`, `real`, and so on.
         setattr(RowNumbers, _name, _refuse if callable(_method) else property(_refuse))
 
 

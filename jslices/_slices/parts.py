@@ -1,4 +1,4 @@
-"""Checks of what IndexedSlices are made of."""
+"""Checks of the parts of IndexedSlices."""
 
 import operator
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from jslices._typing import Index, Size
 
 
 def as_array(x: ArrayLike) -> jax.Array:
-    """Lists, numbers and NumPy arrays as JAX arrays; anything that has a dtype as it is."""
+    """Lists, numbers and NumPy arrays as JAX arrays; anything with a dtype unchanged."""
     if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
         return jnp.asarray(x)
     return x  # type: ignore[return-value]
 
 
 def as_indices(x: ArrayLike) -> Any:
-    """:func:`as_array` for row numbers, none of which turns into another."""
+    """:func:`as_array` for row numbers, without changing any of them."""
     if isinstance(x, list | tuple) and all(type(n) is int for n in x):
         x = np.asarray(x, np.int64)
     return as_array(in_32_bits(x) if isinstance(x, np.ndarray) and x.size else x)
@@ -48,7 +48,7 @@ def check_parts(
     shape: tuple[int, ...] | None,
     row_axes: int,
 ) -> None:
-    """Refuses parts that do not fit together, with all that is wrong in one message."""
+    """Refuses parts that do not fit together, with all problems in one message."""
     got = (
         f"values {values.dtype}{list(values.shape)}, indices {indices.dtype}"
         f"{list(indices.shape)}, dense_shape {shape}"

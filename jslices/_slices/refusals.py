@@ -1,10 +1,10 @@
-"""What arrays have and slices have not, and what to type instead."""
+"""Attributes that arrays have and slices lack, and what to type instead."""
 
 from typing import NoReturn
 
 from jslices._slices.entries import Entries
 
-#: What to type for what arrays have, and slices have not.
+#: What to type instead of attributes that slices lack.
 _INSTEAD = {
     "size": "math.prod(slices.shape), or slices.values.size for what is held",
     "nbytes": "slices.values.nbytes + slices.indices.nbytes",
@@ -33,7 +33,7 @@ _OPERATORS = {
 
 
 class Refusals(Entries):
-    """Slices whose errors, where they are taken for arrays, say what to type."""
+    """Slices whose errors say what to type when they are used like arrays."""
 
     def _no_attribute(self, name: str) -> AttributeError:
         instead = f"slices.to_dense().{name}"

@@ -34,13 +34,13 @@ _FACTORS = (
 class IndexedSlices(Refusals):
     """Some rows of an array of shape ``dense_shape``; all others are zero.
 
-    They stand for ``zeros(dense_shape).at[indices].add(values)``: **duplicates add**. An
+    They mean ``zeros(dense_shape).at[indices].add(values)``: **duplicates add**. An
     index outside ``[0, V)``, a negative one included, marks an *empty entry*, which every
     operation drops.
 
     A pytree with the children ``values`` and ``indices``; the rest is static. Under
     ``vmap`` the children gain leading axes, and ``dense_shape`` is that of one example.
-    ``facts`` are what else is known of them while tracing: :class:`Facts`.
+    ``facts`` are known while tracing: :class:`Facts`.
 
     Args:
       values: ``[K, *D]``, the rows, of any dtype.
@@ -156,9 +156,9 @@ class IndexedSlices(Refusals):
           Array([2. , 2.5, 0. ], dtype=float32)
 
         Source: ``torch.Tensor.coalesce``. TensorFlow's optimizers do it internally, in
-        order of first appearance. ``combine`` takes the names that TensorFlow's
-        ``embedding_lookup_sparse`` has; PyTorch has ``scale_grad_by_freq`` for the mean,
-        for dense gradients only.
+        order of first appearance. ``combine`` takes the names of TensorFlow's
+        ``embedding_lookup_sparse``; PyTorch has ``scale_grad_by_freq`` for the mean, for
+        dense gradients only.
         """
         check_slices(self)
         check_combine(combine, self.values.dtype)
@@ -191,7 +191,7 @@ class IndexedSlices(Refusals):
     __rmul__ = __mul__
 
     def __truediv__(self, other: Operand) -> Any:
-        """By what ``*`` takes."""
+        """By the same factors as ``*``."""
         factors = self._row_factors(other)
         if factors is None:
             return self._densely("slices / array", _FACTORS) / other
@@ -227,7 +227,7 @@ class IndexedSlices(Refusals):
         return self.with_values(self.values * access.per_row(factors, self.values))
 
     def _row_factors(self, other: Operand) -> Any:
-        """What to multiply ``values`` by; None unless ``other`` has one number for a row.
+        """The factor of ``values``; None unless ``other`` has one number for a row.
 
         A factor distributes over the duplicates of a row, so scaling those is exact.
         """
@@ -254,7 +254,7 @@ class IndexedSlices(Refusals):
             return concat_slices([self, other])
         if isinstance(other, int) and other == 0:  # the start of Python's sum()
             return self
-        if self.indices.shape == (0,):  # nothing to add: no gradient came in
+        if self.indices.shape == (0,):  # nothing to add: there was no gradient
             return self.__radd__(other)
         return self._densely("slices + array", "array + slices") + other
 
@@ -280,7 +280,7 @@ class IndexedSlices(Refusals):
         return other + (-self)
 
     def __getattr__(self, name: str) -> NoReturn:
-        # A property of ours comes here where it failed, as where values are no arrays.
+        # Python comes here if a property of ours has failed, as when values are not arrays.
         ours = name.startswith("_") or hasattr(IndexedSlices, name)
         if ours or not hasattr(jax.Array, name):
             raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
@@ -318,7 +318,7 @@ class IndexedSlices(Refusals):
         check_slices(self)
         axes, batch = self._axes(axis), self.indices.ndim - 1
         numbering = set(range(batch, batch + self.row_axes))
-        # Of `values` all the axes that number rows are one.
+        # In `values` one axis numbers the rows.
         more = self.row_axes - 1
         within = tuple(a - more for a in axes if a > batch + more)
         of_batch = tuple(a for a in axes if a < batch)
@@ -481,7 +481,7 @@ class IndexedSlices(Refusals):
         return self.to_dense()
 
 
-#: IndexedSlices of parts that fit together, and what is known of them.
+#: IndexedSlices of parts that fit together, and facts about them.
 slices_of = IndexedSlices.of
 
 

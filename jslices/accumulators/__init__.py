@@ -1,4 +1,4 @@
-"""Gradients of many workers, summed up until enough have come.
+"""Gradients of many workers, summed up until enough have arrived.
 
 ``SparseConditionalAccumulator`` and ``ConditionalAccumulator`` are objects that threads
 share and ``serve`` gives to other processes; ``sparse_accumulator`` and

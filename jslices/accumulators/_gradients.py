@@ -20,7 +20,7 @@ Array: TypeAlias = np.ndarray | jax.Array
 #: A shape with None for unknown lengths; None if not even the rank is known.
 PartialShape: TypeAlias = tuple[int | None, ...] | None
 
-#: How what has been accumulated is reduced.
+#: How the accumulated gradients are reduced.
 REDUCTIONS = OneOf("MEAN", "SUM")
 
 
@@ -41,7 +41,7 @@ def float_dtype(owner: str, dtype: DTypeLike) -> np.dtype:
 def partial_shape(
     owner: str, shape: Sequence[SupportsIndex | None] | None, name: str = "shape"
 ) -> PartialShape:
-    """Check a shape, in which None or -1 stands for an unknown length."""
+    """Check a shape, in which None or -1 is an unknown length."""
     if shape is None:
         return None
     try:

@@ -146,9 +146,9 @@ def merged(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 # --- the queue ------------------------------------------------------------------------
 
 #: ``peer.gone()``, set in a thread that works for another process, is true once that
-#: process is gone; such a thread must not take what nobody will receive.
+#: process is gone; such a thread must not take a result that nobody will receive.
 peer = threading.local()
-_POLL_SECONDS = 0.5  # between two looks at whether the other process is still there
+_POLL_SECONDS = 0.5  # between two checks that the other process still exists
 
 
 def _peer_is_gone() -> bool:
@@ -189,7 +189,7 @@ class Turns:
         with self._changed:
             if self._drops(local_step):
                 return
-            if _peer_is_gone():  # it may come again with this very gradient
+            if _peer_is_gone():  # it may send this very gradient again
                 raise CancelledError(
                     "ApplyGrad operation was cancelled: its sender is gone"
                 )

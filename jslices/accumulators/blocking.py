@@ -23,8 +23,8 @@ _shared_lock = threading.Lock()
 class ConditionalAccumulatorBase:
     """Steps, counts, closing and sharing by name: the same for rows and whole arrays.
 
-    Their base class, not made by itself. ``name=`` of a method is ignored everywhere: there
-    are no operations to name.
+    An abstract base class. ``name=`` of a method is ignored everywhere: there are no
+    operations to name.
     """
 
     dtype: np.dtype  #: of the gradients
@@ -66,7 +66,7 @@ class ConditionalAccumulatorBase:
         return self._turns.stale
 
     def num_waiting(self) -> int:
-        """How many takers wait now."""
+        """How many takers are waiting."""
         return self._turns.num_waiting
 
     def global_step(self) -> int:
@@ -74,7 +74,7 @@ class ConditionalAccumulatorBase:
         return self._turns.step
 
     def set_global_step(self, new_global_step: ArrayLike, name: str | None = None) -> None:
-        """Sets the step; what is accumulated stays.
+        """Sets the step; accumulated gradients stay.
 
         A step lower than the current one is set too, with a warning in the log (logger
         ``jslices.accumulators``), as in TensorFlow.
@@ -211,7 +211,7 @@ class SlicesMethods:
 
         Returns:
           ``values`` ``[U, *D]`` and ``indices`` ``[U]`` ascending, in the widest dtypes
-          that JAX has switched on: without ``jax_enable_x64`` float32 and int32.
+          that JAX has enabled: without ``jax_enable_x64`` float32 and int32.
           ``dense_shape`` is None when V is not known.
 
         Raises:
@@ -236,12 +236,12 @@ class SlicesMethods:
 
 
 class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
-    """Collects row gradients from many threads until enough have come to take their mean.
+    """Collects row gradients from many threads until there are enough to take their mean.
 
     It holds the sum of every row, a count, and a step. :meth:`apply_grad` adds a gradient
     unless its ``local_step`` is below the step (a *stale* one: dropped, silently and
-    unchecked). :meth:`take_grad` waits for ``num_required`` gradients, reduces **all**
-    that came, empties the accumulator and adds one to the step.
+    unchecked). :meth:`take_grad` waits for ``num_required`` gradients, reduces **all** that
+    have arrived, empties the accumulator and adds one to the step.
 
     "MEAN" divides each row by the number of gradients that held **that row**, not by the
     number of gradients: ``{0: 1, 2: 2}`` and ``{2: 10, 3: 30}`` give
@@ -372,7 +372,7 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
 
 
 class ConditionalAccumulator(ConditionalAccumulatorBase):
-    """Collects dense gradients from many threads until enough have come to take the mean.
+    """Collects dense gradients from many threads until there are enough to take the mean.
 
     Everything is as in :class:`SparseConditionalAccumulator`, other arguments and errors
     included, except that a gradient is one array and "MEAN" divides by the number of
@@ -416,7 +416,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
     def take_grad(
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
     ) -> np.ndarray:
-        """Waits for ``num_required`` gradients; the mean (or sum) of all that came.
+        """Waits for ``num_required`` gradients; the mean (or sum) of all that have arrived.
 
         As :meth:`SparseConditionalAccumulator.take_grad`, errors included.
         """

@@ -36,7 +36,7 @@ class _PureAccumulator:
         return state.global_step
 
     def set_global_step(self, state: _State, new_global_step: ArrayLike) -> _State:
-        """The state with another step, higher or lower; what is accumulated stays."""
+        """The state with another step, higher or lower; accumulated gradients stay."""
         step = jnp.asarray(new_global_step).astype(jnp.int32)
         return state._replace(global_step=step)
 
@@ -58,7 +58,7 @@ def _after_take(ready: jax.Array, empty: _State, state: _State) -> _State:
 
 
 def _device_dtype(owner: str, dtype: DTypeLike) -> np.dtype:
-    """Check that a dtype is a floating one that JAX has switched on."""
+    """Check that a dtype is a floating one that JAX has enabled."""
     result = _gradients.float_dtype(owner, dtype)
     if jax.dtypes.canonicalize_dtype(result) != result:
         raise InvalidArgumentError(
@@ -96,7 +96,7 @@ class SparseAccumulator(_PureAccumulator):
     reduction_type: str
 
     def init(self) -> SparseAccumulatorState:
-        """The state that holds nothing, at step 0."""
+        """The empty state, at step 0."""
         rows = jnp.full(self.capacity, self._empty, self._index_dtype)
         shape: Any = (self.capacity, *self.shape[1:])
         sums = jnp.zeros(shape, sum_dtype(self.dtype))
@@ -118,8 +118,8 @@ class SparseAccumulator(_PureAccumulator):
 
         Returns:
           ``(state, accepted)``; ``accepted`` is a bool ``[]``: False for a stale gradient
-          (``local_step`` below the step), and for one with which there would be more than U
-          rows: that one is counted in ``state.overflow``.
+          (``local_step`` below the step), and for one that would make more than U rows,
+          which is counted in ``state.overflow``.
 
         Raises:
           InvalidArgumentError: for shapes and dtypes that do not fit.
@@ -148,7 +148,7 @@ class SparseAccumulator(_PureAccumulator):
     def take_grad(
         self, state: SparseAccumulatorState, num_required: ArrayLike
     ) -> tuple[SparseAccumulatorState, IndexedSlices]:
-        """Takes the mean (or sum) of all gradients, if ``num_required`` have come.
+        """Takes the mean (or sum) of all gradients, if there are ``num_required``.
 
         Returns:
           ``(state, slices)``: ``values`` ``[U, *D]`` and ``indices`` ``[U]``, ascending,
@@ -311,7 +311,7 @@ class DenseAccumulator(_PureAccumulator):
     reduction_type: str
 
     def init(self) -> DenseAccumulatorState:
-        """The state that holds nothing, at step 0."""
+        """The empty state, at step 0."""
         total = jnp.zeros(self.shape, sum_dtype(self.dtype))
         return DenseAccumulatorState(total, jnp.int32(0), jnp.int32(0))
 
@@ -325,7 +325,7 @@ class DenseAccumulator(_PureAccumulator):
         grad = jnp.asarray(grad)
         _gradients.check_dense(grad, self.shape, self.dtype)
         accepted = jnp.asarray(local_step) >= state.global_step
-        # A choice and no product: a stale gradient may hold NaN.
+        # A choice, not a product: a stale gradient may hold NaN.
         added = jnp.where(accepted, grad.astype(state.total.dtype), 0)
         count = state.num_accumulated + accepted.astype(jnp.int32)
         return state._replace(total=state.total + added, num_accumulated=count), accepted

@@ -1,6 +1,6 @@
 """``python -m jslices bench``: a step of the user's own sizes.
 
-It is measured on the user's own machine, or with ``--device`` compiled for another.
+It is measured on the user's machine, or with ``--device`` compiled for another.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures and prints; ``argparse.ArgumentError`` for what cannot be had."""
+    """Measures and prints; ``argparse.ArgumentError`` for impossible requests."""
     sizes = Sizes(
         *(options.rows, options.dim, options.ids),
         *(options.optimizer, options.dtype, options.distribution, options.untouched),
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
 def what_fits(
     sizes: Sizes, platform: str, room: int | None, keeps: bool
 ) -> tuple[set[str], list[str]]:
-    """``(the measurements that fit into memory together, what to say of the others)``."""
+    """``(the measurements that fit into memory together, a note about the others)``."""
     needs = {ROWS: sizes.needed_by_rows(platform), DENSE: sizes.needed_by_dense()}
     if keeps:
         needs[KEPT] = needs[ROWS] + measure.PROCESS_BYTES
@@ -198,7 +198,7 @@ def measured(
 
 
 def other_sizes(sizes: Sizes, platform: str, room: int | None) -> str:
-    """What formulas and the engine's plan say of larger and smaller sizes."""
+    """Estimates for larger and smaller sizes, by formulas and the engine's plan."""
     heights = [10 * sizes.rows, 100 * sizes.rows]
     if sizes.rows >= 10:
         heights.insert(0, sizes.rows // 10)

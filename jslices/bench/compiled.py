@@ -1,4 +1,4 @@
-"""The cost of a step on a device that need not be here, by its compiled program."""
+"""The cost of a step on a device that need not exist here, by its compiled program."""
 
 import argparse
 import collections
@@ -38,7 +38,7 @@ temporaries: what it needs besides while the step runs"""
 
 
 def run(sizes: Sizes, device: str) -> None:
-    """Compiles and prints; ``argparse.ArgumentError`` for a device that cannot be had."""
+    """Compiles and prints; ``argparse.ArgumentError`` for an unavailable device."""
     try:
         devices = target(device)
     except (ModuleNotFoundError, ValueError) as error:
@@ -60,13 +60,13 @@ def run(sizes: Sizes, device: str) -> None:
 
 
 def whole(sizes: Sizes, device: Target) -> Sizes:
-    """The sizes with as many rows and ids more as it takes to divide them among devices."""
+    """The sizes with rows and ids added until they can be divided among devices."""
     rows, ids = (js.padded_rows(n, len(device.devices)) for n in (sizes.rows, sizes.ids))
     return sizes.but(rows=rows, ids=ids)
 
 
 def sides(sizes: Sizes) -> Mapping[str, Callable[[Target], jax.stages.Compiled]]:
-    """What compiles the step with row gradients and the dense one."""
+    """The functions that compile the step with row gradients and the dense one."""
     return {
         ROWS: lambda device: compile_step(sizes, js.value_and_grad, device),
         DENSE: lambda device: compile_step(sizes.dense(), jax.value_and_grad, device),
@@ -74,7 +74,7 @@ def sides(sizes: Sizes) -> Mapping[str, Callable[[Target], jax.stages.Compiled]]
 
 
 def heading(sizes: Sizes, device: Target) -> str:
-    """What is compiled, for what."""
+    """What is compiled, and for which device."""
     count = len(device.devices)
     kind = device.devices[0].device_kind
     several = f"{count} x {kind}" if count > 1 else kind
@@ -94,7 +94,7 @@ def heading(sizes: Sizes, device: Target) -> str:
 
 
 def table(costs: Mapping[str, Cost]) -> str:
-    """A column for each side, and one for what dense gradients cost in multiples."""
+    """A column for each side, and one for dense gradients as a multiple."""
     sides = [costs.get(name) for name in (ROWS, DENSE)]
     return comparison(
         (ROWS, DENSE),

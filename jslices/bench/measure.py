@@ -23,13 +23,13 @@ from jslices.proof.targets import AXIS, Target
 WARM, TIMED = 4, 10  # steps a turn
 #: The size of each of the two arrays by which the bandwidth is measured.
 COPY_BYTES = 1 << 27
-COPIES = 4  # one after another, as a GPU makes one in the time that it takes to wait for it
-#: What Python and JAX take in a process of their own.
+COPIES = 4  # one after another, as a GPU makes one in the time of waiting for it
+#: The memory of Python and JAX in a process of their own.
 PROCESS_BYTES = 400 << 20
 
 
 class Facts(NamedTuple):
-    """Figures of a compiled step; None on backends that have none."""
+    """Figures of a compiled step; None on backends without them."""
 
     distinct: float  #: the median of distinct ids in a batch
     compile_seconds: float
@@ -70,8 +70,8 @@ class Side:
     def burst(self, warm: int, timed: int) -> None:
         """Runs some steps without timing them, then some more with it.
 
-        Those of an accelerator are timed together: as in training, the next one is handed
-        over while it works. To wait for each would double a step of 0.1 ms.
+        Steps on an accelerator are timed together: as in training, the next one is
+        submitted while it works. Waiting for each would double a step of 0.1 ms.
         """
         self._take(warm)
         several = 1 if jax.default_backend() == "cpu" else max(timed, 1)
@@ -117,7 +117,7 @@ class KeptSide:
 
 
 def _serve(pipe: Any, sizes: Sizes) -> None:
-    """What the other process does until the pipe is closed."""
+    """The work of the other process, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     js.keep_memory()
     side = Side(sizes, js.value_and_grad)
@@ -138,10 +138,10 @@ def can_keep_memory(device: jax.Device) -> bool:
 def compile_step(
     sizes: Sizes, value_and_grad: Callable[..., Any], target: Target | None = None
 ) -> jax.stages.Compiled:
-    """Compiles a step from shapes, so that nothing is in memory yet.
+    """Compiles a step from shapes, before any array exists.
 
     On several devices, which must divide rows and ids, the table and its state are divided
-    by rows and the batch by ids; rows then travel by an exchange. The rest is replicated.
+    by rows and the batch by ids; an exchange sends rows. The rest is replicated.
     """
     tx = sizes.make_optimizer()
     by_rows = value_and_grad is js.value_and_grad
@@ -201,7 +201,7 @@ def run_in_turns(
 
 def copy_bandwidth() -> float:
     """Bytes a second that are read and written while a large array is copied."""
-    # Into memory that is there already; negated, as a mere copy would be optimized away.
+    # Into existing memory; negated, as a mere copy would be optimized away.
     copy: Any = functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
     copy = copy(lambda x, y: -x)
     x, y = (jnp.zeros(COPY_BYTES // 4) for _ in range(2))

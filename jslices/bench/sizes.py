@@ -18,10 +18,10 @@ from jslices.optim import Plan
 LEARNING_RATE = 1e-3
 ID_BYTES = 4
 BATCHES = 16
-# As in benchmarks/step.py: a larger table has as many words in use.
+# As in benchmarks/step.py: a larger table does not have more words in use.
 ZIPF_WORDS, ZIPF_EXPONENT = 100_000, 1.05
 MEMINFO = Path("/proc/meminfo")
-USABLE = 0.9  # of the available memory: other programs go on needing some
+USABLE = 0.9  # of the available memory: other programs need some
 
 
 def optimizer_names() -> list[str]:
@@ -122,7 +122,7 @@ class Sizes:
         if plan_of(self, platform).way == "all rows":
             temporaries += 4 * self.rows * (self.dim * 4 + ID_BYTES)
         elif platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4:
-            # Until some release after 0.10 XLA:CPU widens all of what it scatters into.
+            # Until some release after 0.10 XLA:CPU widens the whole array of a scatter.
             temporaries += 2 * (self.table_bytes + self.state_bytes)
         return resident + temporaries
 
@@ -166,7 +166,7 @@ def plan_of(sizes: Sizes, platform: str) -> Plan:
 
 
 def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:
-    """Bytes of memory that can still be taken; None if unknown."""
+    """Bytes of memory that are still available; None if unknown."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * USABLE)
@@ -179,7 +179,7 @@ def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:
 
 
 def largest_rows(sizes: Sizes, platform: str, room: int) -> int:
-    """The most rows with which row gradients fit into ``room`` bytes; 0 if none do."""
+    """The largest number of rows that fit into ``room`` bytes with row gradients, or 0."""
 
     def needed(rows: int) -> int:
         return sizes.but(rows=rows).needed_by_rows(platform)

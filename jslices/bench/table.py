@@ -16,7 +16,7 @@ class Line(NamedTuple):
       name: of the figure.
       values: one for each column; None where there is none.
       form: their format; bytes without one.
-      compared: whether the last value is given as a multiple of the first.
+      compared: whether the last value is a multiple of the first.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 
 def comparison(columns: Sequence[str], lines: Iterable[Line]) -> str:
-    """A table of what row gradients, in the first column, and dense ones cost."""
+    """A table of the costs of row gradients, in the first column, and dense ones."""
     rows = [["", *columns, "dense / rows"]]
     for name, values, form, compared in lines:
         first, last = values[0], values[-1]

@@ -1,8 +1,8 @@
 """Checkpoints open for reading: their files, and those that a delta builds on.
 
 Every file is a safetensors file whose metadata has the entry ``jslices``: the id of the
-save, which piece of every array the file holds, and in the first file what the variables
-were. A delta also names the checkpoint that it builds on.
+save, which piece of every array the file holds, and in the first file a description of the
+variables. A delta also names the checkpoint that it builds on.
 """
 
 import dataclasses
@@ -65,9 +65,9 @@ def saved_id(path: str) -> str | None:
 
 
 class Archive:
-    """A checkpoint open for reading, with all that it builds on.
+    """A checkpoint open for reading, with the ones that it builds on.
 
-    Its ``specs`` are those of the variables, or of the rows that :meth:`narrow` left.
+    Its ``specs`` are those of the variables, or of the rows that :meth:`narrow` selected.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -118,7 +118,7 @@ class Archive:
         return array
 
     def _read(self, name: str, box: boxes.Box) -> np.ndarray:
-        """Read the newest layer that holds it whole, and replay the rows of deltas."""
+        """Read the newest layer with all of a variable, and replay the deltas."""
         deltas = list(itertools.takewhile(lambda layer: name in layer.rows, self._layers))
         out = self._layers[len(deltas)].read(name, box)
         for layer in reversed(deltas):
@@ -205,7 +205,7 @@ class _Layer:
             if not piece.shape:
                 target[...] = piece.file.view(name)
                 continue
-            # By chunks, which are in the cache when they are copied.
+            # By chunks, which are still in the cache when they are copied.
             rows, *others = boxes.within(part, piece.box)
             shape = len(target), *piece.shape[1:]
             for block in boxes.row_blocks(shape, dtype.itemsize, CHUNK):
@@ -215,7 +215,7 @@ class _Layer:
         return out
 
     def replay(self, name: str, box: boxes.Box, out: np.ndarray) -> None:
-        """Write the rows of a delta over what it builds on."""
+        """Write the rows of a delta over those of its base."""
         rows, axes = self._first.view(self.rows[name]), self._row_axes(name)
         shape = self.info.specs[name].shape[:axes]
         in_order = (np.diff(rows) > 0).all()
@@ -236,7 +236,7 @@ class _Layer:
 
 
 def base_of(prefix: str) -> str | None:
-    """The path of what a checkpoint builds on; None for a full or an unreadable one."""
+    """The path of a checkpoint's base; None for a full or an unreadable one."""
     try:
         first = _newest_family(prefix)[0]
         version = os.stat(first)
@@ -248,7 +248,7 @@ def base_of(prefix: str) -> str | None:
 
 @functools.lru_cache(1024)
 def _delta_in(path: str, inode: int, changed_at: int) -> Delta | None:
-    """Read what a delta builds on, once for each version of the file."""
+    """Read the base of a delta, once for each version of the file."""
     info = read_info(TensorFile(path))
     return None if info is None else info.delta
 

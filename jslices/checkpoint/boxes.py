@@ -27,14 +27,14 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None without any element."""
+    """The intersection of two boxes; None if it is empty."""
     pairs = list(zip(a, b, strict=True))
     both = [slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in pairs]
     return None if any(part.stop <= part.start for part in both) else tuple(both)
 
 
 def within(box: Box, outer: Box) -> Box:
-    """A box of the array as an index of the part of it that ``outer`` is."""
+    """A box of the array as an index of the part ``outer`` of the array."""
     return tuple(
         slice(part.start - of.start, part.stop - of.start)
         for part, of in zip(box, outer, strict=True)

@@ -24,7 +24,7 @@ Ids: TypeAlias = Array | IndexedSlices | Sequence[int]
 def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
     """Open the checkpoint on which a delta at ``prefix`` builds, if it may.
 
-    ``previous`` is the path and the id of what was saved or restored last.
+    ``previous`` is the path and the id of the last save or restore.
     """
     if previous is None:
         raise ValueError(
@@ -128,7 +128,7 @@ def _row_axes(ids: Ids) -> int:
 
 
 def _numbers(pattern: str, ids: Ids, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The rows of those that axes of this shape number; None for all."""
+    """The numbers of these rows, numbered by axes of this shape; None for all."""
     if isinstance(ids, IndexedSlices):
         table = shape if ids.dense_shape is None else ids.dense_shape[: ids.row_axes]
         if table != shape:
@@ -199,7 +199,7 @@ def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
 def _differs(old: np.ndarray, new: np.ndarray, axes: int) -> np.ndarray:
     """Where blocks differ, for each of the rows that so many axes number.
 
-    In their bytes, so that NaN equals itself and -0.0 is not 0.0.
+    Bytes are compared, so NaN equals itself and -0.0 is not 0.0.
     """
     width = math.prod(old.shape[axes:]) * old.itemsize
     count = math.prod(old.shape[:axes])

@@ -89,7 +89,7 @@ def shorten(path: str, text: str, suffix: str) -> None:
 
 
 def sync_directory(directory: str) -> None:
-    """Make the names in a directory survive a power failure."""
+    """Flush the names in a directory, so that they survive a power failure."""
     if os.name == "posix":
         descriptor = os.open(directory or ".", os.O_RDONLY)
         try:
@@ -193,7 +193,7 @@ def unsharded_in(directory: str) -> list[str]:
 
 
 def families(prefix: str) -> list[list[str]]:
-    """List the sets of files that a path may stand for: one file, or some shards."""
+    """List the sets of files that a path may mean: one file, or some shards."""
     families = [[prefix]] if os.path.isfile(prefix) else []
     directory, name = os.path.split(prefix)
     try:

@@ -1,6 +1,6 @@
 """The description of a checkpoint in the metadata of its files: JSON, checked when read.
 
-Anyone can write a file with the right checksums, so nothing that is read is trusted.
+Anyone can write a file with the right checksums, so nothing in it is trusted.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Delta:
     """The base of a delta, and the tables that it holds in part."""
 
     base: str  #: the name of the checkpoint that it builds on, in the same directory.
-    base_id: str  #: the id of the save that wrote that.
+    base_id: str  #: the id of the save that wrote the base.
     rows: dict[str, str]  #: by table the name of the tensor with the numbers of its rows.
 
 
@@ -39,7 +39,7 @@ class Info:
     starts: dict[str, tuple[int, ...]]  #: of each tensor in its variable.
     specs: dict[str, Spec]  #: of the variables; like the rest only in the first file.
     structure: Any  #: the tree in which the variables came, from :func:`trees.describe`.
-    has_structure: bool  #: whether that is known.
+    has_structure: bool  #: whether the structure is known.
     delta: Delta | None  #: None for a full checkpoint.
 
 
@@ -119,7 +119,7 @@ def _delta(raw: dict[str, Any], specs: dict[str, Spec]) -> Delta:
 
 def _item(raw: Any, key: str, kind: type[_T]) -> _T:
     value = raw.get(key) if type(raw) is dict else None
-    if type(value) is not kind:  # True is no int
+    if type(value) is not kind:  # True is not an int
         raise ValueError(f"its {key!r} is {_shown(value)}, not of the type {kind.__name__}")
     return value
 

@@ -27,7 +27,7 @@ _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 class Spec:
     """Kind, dtype and shape of a saved variable.
 
-    Its kind is what the array is restored as: ``"jax"``, ``"numpy"``, ``"key:"`` and the
+    Its kind says as what the array is restored: ``"jax"``, ``"numpy"``, ``"key:"`` and the
     name of a generator, or the name of one of Python's types.
     """
 
@@ -121,7 +121,7 @@ class Piece:
 
     start: tuple[int, ...]  #: the index of its first element along each axis.
     data: Any  #: of NumPy, or on one device; a ShapeDtypeStruct if other processes hold it.
-    #: The processes that hold it, or the first for what all have on their own.
+    #: The processes that hold it; the first if each process has its own.
     holders: tuple[int, ...] = (0,)
 
     @property
@@ -315,7 +315,7 @@ def restore_like(name: str, spec: Spec, read: Read, template: Any) -> Any:
 
     def array() -> np.ndarray:
         saved = read(None)
-        if is_number:  # NumPy refuses one that does not fit
+        if is_number:  # NumPy refuses numbers that do not fit
             saved = np.asarray(saved.item(), template.dtype)
         return saved.reshape(template.shape)
 

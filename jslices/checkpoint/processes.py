@@ -1,9 +1,8 @@
 """Agreement of the processes that save or restore one checkpoint.
 
-The first process decides what is decided from the file system: another one may see it a
+Only the first process decides from the state of the file system, which others may see a
 moment earlier or later. Every process calls ``barrier``, ``check_agreement`` and
-``allgather_text`` equally often, also if something fails in it, or the others would wait
-for ever.
+``allgather_text`` equally often, even if it fails, or the others would wait for ever.
 """
 
 import contextlib
@@ -29,15 +28,15 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """True in the process that does what one alone can do."""
+        """True in the process that does the work of a single one."""
         return self.index == 0
 
     @contextlib.contextmanager
     def barrier(self, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Let no process go on before all have left this block, or any if one has failed.
 
-        Then all call ``undo``, and none raises before all have. Where nothing failed it
-        raises OSError, which names the process and what failed there.
+        Then all call ``undo``, and none raises before all have. In a process that has not
+        failed, OSError names the process that has, and what failed there.
         """
         failure = None
         try:
@@ -91,7 +90,7 @@ def processes_of(tree: PyTree) -> Processes:
 
 
 def is_spread(value: object) -> bool:
-    """True for an array of which other processes hold parts or copies."""
+    """True for an array that other processes hold in part or as copies."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.sharding is not None and not value.sharding.is_fully_addressable
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):

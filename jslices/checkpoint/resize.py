@@ -19,7 +19,7 @@ class _Source(NamedTuple):
     """Where the rows of a resized parameter come from."""
 
     height: int  #: V, its old number of rows.
-    rows: np.ndarray  #: ``[V']``: the old row of each new one, -1 for what is new.
+    rows: np.ndarray  #: ``[V']``: the old row of each new one, -1 for new rows.
     axis: int = 0  #: that of the rows: 1 for tables ``[L, V, D]`` that all grow.
 
 
@@ -32,15 +32,15 @@ def resize_rows(
 ) -> tuple[Params, State]:
     """Takes parameters and the state of their optimizer to tables of more rows, or fewer.
 
-    For a vocabulary that has grown, lost words or changed its order. A row goes on as it
-    was, with all that the optimizer keeps for it; a new one begins as it does in ``fresh``
-    and ``tx.init(fresh)``, and with ``untouched="exact"`` has missed no step.
+    For a vocabulary that has grown, lost words or changed its order. A row keeps its value
+    and its optimizer state; a new one begins as in ``fresh`` and ``tx.init(fresh)``, and
+    with ``untouched="exact"`` has missed no step.
 
     Args:
       tx: the optimizer, of jslices or of Optax, made for the new tables.
       params: the old parameters, tables ``[V, *D]``.
-      state: the old state of the optimizer. Both may be what ``js.Saver().restore(path)``
-        returns without variables to restore into, in which states are dicts.
+      state: the old state of the optimizer. Both may come from ``js.Saver().restore(path)``
+        without variables to restore into, in which states are dicts.
       fresh: the parameters in their new shapes: tables ``[V', *D]`` in which new rows have
         the values to begin from, others like those in ``params``, which are taken. Tables
         of layers ``[L, V, D]`` become ``[L, V', D]``, or ``[L', V, D]``.
@@ -52,18 +52,18 @@ def resize_rows(
 
     Returns:
       ``(params, state)`` in the structure of ``fresh`` and of ``tx.init(fresh)``, arrays
-      placed as they are there. Steps taken, and all that does not depend on V, are the old
-      arrays themselves: do not use the old ones once the new are donated.
+      placed as they are there. Steps taken, and everything else that does not depend on V,
+      are the old arrays themselves: do not use the old ones once the new are donated.
 
     Raises:
       ValueError: for arrays that differ in more than their rows or in dtype, states of
-        another optimizer, ``rows`` of another length or that V has not, and gradients that
-        :func:`jslices.optim.multi_steps` has gathered for its next step. All arrays that do
-        not fit are named.
+        another optimizer, ``rows`` of another length or that do not exist, and gradients
+        that :func:`jslices.optim.multi_steps` has gathered for its next step. All arrays
+        that do not fit are named.
       NotFoundError: if ``rows`` names no parameter.
 
-    Cost: what is resized goes through the memory of the host, one array at a time; one of
-    an old, a new and a fresh state are there for a moment.
+    Cost: resized arrays go through the memory of the host, one at a time; an old, a new and
+    a fresh state exist together for a moment.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -189,7 +189,7 @@ def _is_under_way(name: str, x: Any) -> bool:
 
 
 def _owner(name: str, params: Mapping[str, Any], is_bare: bool) -> str:
-    """The parameter that a state array belongs to: the path in the state ends with its."""
+    """The parameter of a state array: the array's path in the state ends with its path."""
     if re.search("(?:^|/)clock/run$", name):
         return ""
     if is_bare:
@@ -203,7 +203,7 @@ def _owner(name: str, params: Mapping[str, Any], is_bare: bool) -> str:
 def _resized(
     name: str, old: Any, new: Any, source: _Source | None, problems: list[str]
 ) -> Any:
-    """``new`` with what ``old`` has of it: all, or rows; appends problems."""
+    """``new`` with the values, or the rows, that ``old`` has; appends problems."""
     old_shape, new_shape = jnp.shape(old), jnp.shape(new)
     before, after = _dtype(old), _dtype(new)
     axis = 0 if source is None else source.axis
@@ -240,7 +240,7 @@ def _dtype(x: Any) -> Any:
 
 
 def _lies_as(old: Any, new: Any) -> bool:
-    """True if an array is placed as the new one is."""
+    """True if an array is placed like the new one."""
     if isinstance(old, jax.Array) and isinstance(new, jax.Array):
         return old.sharding.is_equivalent_to(new.sharding, old.ndim)
     return not isinstance(new, jax.Array)
@@ -258,7 +258,7 @@ def _new_rows_up_to_date(
         for name, x in zip(names, leaves, strict=True)
     )
 
-    @jax.jit  # which leaves out all but the clocks
+    @jax.jit  # which computes only the clocks
     def clocks_of(params: Params, state: State, ids: PyTree) -> list[Any]:
         _, later = tx.catch_up(params, state, ids)
         return [part._asdict().get("clock") for part in optimizer_states(later)]

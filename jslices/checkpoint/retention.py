@@ -43,7 +43,7 @@ class Retention:
         return [each.path for each in self._last]
 
     def record(self, path: str, save_id: str) -> None:
-        """Append a checkpoint to the list; the first of it may have to go."""
+        """Append a checkpoint to the list; its first one may have to be deleted."""
         self._doomed.pop(path, None)
         if not self.max_to_keep:
             return

@@ -41,7 +41,7 @@ def _checked_range(name: str, part: object, spec: Spec) -> slice:
             f"rows[{name!r}] must be a slice(start, stop), not {part!r}; for single rows "
             "restore the range that holds them, and index that"
         )
-    # The last axis of key data is the inside of a key.
+    # The last axis of key data is within a key.
     if len(spec.shape) <= spec.is_key or spec.is_string:
         raise InvalidArgumentError(
             f"rows[{name!r}]: it was saved as a single value, without rows"

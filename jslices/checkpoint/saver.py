@@ -55,10 +55,10 @@ class Saver:
     restored and the state file names it. The description in a file is checked when the
     file is opened.
 
-    For variables that are spread over several processes all of them call :meth:`save` and
-    :meth:`restore`, with one path in a directory that they share. What a process has on its
-    own, a number or an array on its devices, is saved as process 0 has it. If one fails,
-    all raise.
+    If variables are spread over several processes, all of them call :meth:`save` and
+    :meth:`restore`, with one path in a directory that they share. Values that each process
+    has on its own, a number or an array on its devices, are saved from process 0. If one
+    fails, all raise.
 
     The name of a variable is its path in the tree: ``"params/table"``, ``"state/0/mu"``.
     Keys that contain slashes are names already: ``{"params/table": ...}``.
@@ -66,12 +66,12 @@ class Saver:
     Args:
       var_list: the names of the variables to save and restore, where a name includes all
         variables below it; or a dict ``{name in the checkpoint: name in the variables}``;
-        None for all. A handle, and ``"v:0"``, stand for the name ``"v"``.
+        None for all. A handle, and ``"v:0"``, mean the name ``"v"``.
       reshape: allows :meth:`restore` to give an array another shape of as many elements.
       sharded: writes one file for each shard of the variables, straight from its device.
         Without it there is one file, into which a sharded array is written by blocks of
-        rows. Neither gathers a table. Variables that are spread over several processes
-        are always written so, each process writing what its devices hold.
+        rows. Neither gathers a table. Variables that are spread over several processes are
+        always sharded, and each process writes what its devices hold.
       max_to_keep: the number of checkpoints to keep; the oldest is deleted first. None or
         0 keeps all, and then ``last_checkpoints`` stays empty. Checkpoints that cannot be
         deleted yet are named in comments of the state file and deleted with a later save,
@@ -336,19 +336,19 @@ class Saver:
         Args:
           path: a path that :meth:`save` or ``latest_checkpoint(directory)`` returned, or
             that of any safetensors file.
-          variables: a pytree to restore into: only its variables are read, each as the
-            kind of leaf that it is there (a JAX or NumPy array, a number), onto its
-            sharding. A ``jax.ShapeDtypeStruct``, with its ``sharding=``, will do. None
-            restores all, as it was saved; nodes other than dicts, lists, tuples and
-            IndexedSlices come back as dicts.
+          variables: a pytree to restore into: only its variables are read, each as the same
+            kind of leaf (a JAX or NumPy array, a number), onto its sharding. A
+            ``jax.ShapeDtypeStruct``, with its ``sharding=``, is enough. None restores all,
+            as it was saved; nodes other than dicts, lists, tuples and IndexedSlices come
+            back as dicts.
           rows: ``{name or pattern: slice(start, stop)}``, ranges of the rows of tables
             ``[V, *D]`` (``{"*/table": ...}``: of its state arrays as well). A table comes
-            back as ``[stop - start, *D]``, the shape that it must have in ``variables``.
+            back as ``[stop - start, *D]``; it must have that shape in ``variables``.
             Other variables are restored whole.
 
         Returns:
-          A tree like ``variables``; leaves that ``var_list`` leaves out are returned as
-          they were given.
+          A tree like ``variables``; leaves that ``var_list`` leaves out are returned
+          unchanged.
 
         Raises:
           ValueError: if there is no checkpoint at ``path``.
@@ -358,8 +358,8 @@ class Saver:
           DataLossError: if a file is damaged, or is not what a Saver writes.
           OSError: if another process has failed, or has died (``ConnectionError``).
 
-        Cost: at most the memory of one more table than is returned. Of a sharded array
-        only the shards are read, of ``rows`` only these, in chunks of 4 MiB.
+        Cost: at most the memory of one more table than is returned. Only the shards of a
+        sharded array are read, and only these ``rows``, in chunks of 4 MiB.
 
         Example:
           >>> import tempfile, jax, jax.numpy as jnp, jslices as js
@@ -460,7 +460,7 @@ class Saver:
     def set_last_checkpoints(self, last_checkpoints: list[str]) -> None:
         """Takes over a list of paths, which will not be deleted.
 
-        See :meth:`recover_last_checkpoints` for those that will be.
+        See :meth:`recover_last_checkpoints` for paths to be deleted in turn.
 
         Raises:
           TypeError: if it is not a list. (TensorFlow: AssertionError.)

@@ -25,7 +25,7 @@ def counts_of_states(
 ) -> list[int]:
     """The steps that each optimizer in a state took; appends problems.
 
-    Parameters that were never stepped, which have no slots, are counted where an optimizer
+    Parameters that were never stepped, which have no slots, count only if their optimizer
     has no others.
     """
     steps = _steps_of_each(walk, params, slots_of_each, count, problems)
@@ -50,7 +50,7 @@ def _steps_of_each(
     count: PyTree,
     problems: list[str],
 ) -> list[int | None]:
-    """The steps of each parameter, or None where nothing says it; appends problems."""
+    """The steps of each parameter, or None if unknown; appends problems."""
     steps: list[int | None] = []
     counts = _spread(count, params, walk.tree.num_leaves)
     for label, slots, n in zip(walk.labels, slots_of_each, counts, strict=True):

@@ -25,12 +25,12 @@ from jslices.optim import SgdState
 def import_state(
     tx: GradientTransformation, params: Params, slots: PyTree, count: PyTree = None
 ) -> State:
-    """The state of ``tx`` that goes on where another library's optimizer stopped.
+    """A state of ``tx`` that continues where another library's optimizer stopped.
 
     Args:
       tx: an optimizer of jslices, or what combinators make of some, with the
         hyperparameters of the other one.
-      params: the parameters, each ``[V, *D]``, in the values that belong to the slots.
+      params: the parameters, each ``[V, *D]``, with the values that belong to the slots.
       slots: mirrors ``params``, with a dict for each parameter: from the name of a slot to
         its array, of any kind that NumPy takes. The names are those of the state arrays of
         jslices, or the other library's::
@@ -53,14 +53,15 @@ def import_state(
         state is that of ``tx.init`` after ``count`` steps without a gradient.
       count: how many steps were taken: a number; or numbers in the structure of ``params``
         or a prefix of it; or None, each is the ``step`` of its slots. PyTorch counts no
-        step for a parameter without a gradient. An optimizer of jslices counts all, for
-        all of its parameters, so that those with other counts want optimizers of their
-        own, in :func:`jslices.optim.partition`. One that keeps no arrays gets the largest.
+        step for a parameter without a gradient. An optimizer of jslices counts every step
+        for all of its parameters, so parameters with other counts need their own
+        optimizers, in :func:`jslices.optim.partition`. One that keeps no arrays gets the
+        largest.
 
     Returns:
-      What ``tx.init(params)`` would return, with ``count`` steps taken, shapes, dtypes and
-      placement of its arrays likewise, and the slots (copied) in them. With
-      ``untouched="exact"`` no row is behind, as after ``tx.flush``.
+      A state like that of ``tx.init(params)``, in shapes, dtypes and placement, with
+      ``count`` steps taken and the slots (copied) in its arrays. With ``untouched="exact"``
+      no row is behind, as after ``tx.flush``.
 
     Raises:
       ValueError: if slots are missing, unknown, of other shapes or dtypes, if they hold NaN
@@ -72,7 +73,7 @@ def import_state(
 
     Cost: one pass over each slot and one copy; ``count`` empty steps on the scalars of the
     state, in one compiled loop, so that schedules are where they were. For a moment the
-    state is there twice.
+    state exists twice.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, numpy as np
@@ -128,8 +129,8 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     Args:
       params: the parameters.
       state: the state of the optimizer that steps them.
-      names: whose names of slots: ``"torch"``, ``"tf1"``, ``"tf2"`` (Keras 2 as well) or
-        ``"keras"`` (Keras 3), as in the table of :func:`import_state`.
+      names: the library whose names of slots to use: ``"torch"``, ``"tf1"``, ``"tf2"``
+        (Keras 2 as well) or ``"keras"`` (Keras 3), as in the table of :func:`import_state`.
 
     Returns:
       A tree like ``params`` with a dict for each: from the name of a slot to its array, as
@@ -241,7 +242,7 @@ def _assign(
             )
     for name, x in rest.items():
         if x.dtype == object and x.ndim == 0 and x.item() is None:
-            continue  # as PyTorch saves the momentum of an SGD without one
+            continue  # PyTorch saves None for the momentum of an SGD without momentum
         notes = [OTHERWISE.get(array.state, {}).get(name) for array in arrays]
         slot_names = ", ".join(" or ".join(array.names) for array in arrays) or "none"
         help = next(filter(None, notes), f"it keeps {slot_names}; leave this one out")
@@ -282,7 +283,7 @@ def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
 
 
 def _invalid_values(what: str, x: jax.Array | np.ndarray, field: str) -> str | None:
-    """The reason why nothing can go on from a slot; None if something can."""
+    """The reason why training cannot continue from a slot; None if it can."""
     xp: Any = jnp if isinstance(x, jax.Array) else np
     for bad, kind, help in (
         (xp.isnan(x), "NaN", "training had failed: take an earlier checkpoint"),

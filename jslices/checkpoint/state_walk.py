@@ -72,7 +72,7 @@ def walk_state(params: Params, state: State) -> Walk:
 
 
 def optimizer_states(state: State) -> list[Any]:
-    """The states of jslices' optimizers in it, in order."""
+    """The states of jslices' optimizers in ``state``, in order."""
     return _nodes(state, _is_optimizer_state)
 
 
@@ -104,7 +104,7 @@ def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> Sta
 def after_empty_steps(
     tx: GradientTransformation, params: Params, state: State, counts: Sequence[int]
 ) -> State:
-    """The state after steps in which nothing had a gradient, so many of each optimizer.
+    """The state after so many steps of each optimizer without any gradient.
 
     They move schedules, and the clock of an exact optimizer, to where they were.
     """
@@ -132,7 +132,7 @@ def after_empty_steps(
 def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
     """Each optimizer's state after as many steps as it took.
 
-    What else is in the state goes with the optimizer whose path in it is the nearest.
+    Everything else in the state belongs to the optimizer whose path in it is nearest.
     """
     flat = {
         count: jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_optimizer_state)

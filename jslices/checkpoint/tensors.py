@@ -56,7 +56,7 @@ _OWN = "jslices.crc32"  # the header's checksum, computed with zeros in its plac
 _MARK = f'"{_OWN}":"'.encode()
 _RESERVED = re.compile("__metadata__(@*)")  # safetensors keeps the first of them to itself
 
-# The numbers of NumPy and of ml_dtypes; text and times, of which the names have parameters.
+# The numbers of NumPy and of ml_dtypes; text and times, whose names have parameters.
 _ML_DTYPES = [t for t in vars(ml_dtypes).values() if isinstance(t, type)]
 _NUMBERS: dict[str, Any] = {
     np.dtype(kind).name: kind
@@ -101,7 +101,7 @@ class Tensor:
     shape: tuple[int, ...]
     #: Returns its elements in order, as arrays, which may be views.
     blocks: Callable[[], Iterable[np.ndarray]]
-    start: tuple[int, ...] = ()  #: in the variable that it is a piece of.
+    start: tuple[int, ...] = ()  #: its start in the variable.
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +133,7 @@ def write_tensors(
 def _in_order(
     pool: concurrent.futures.Executor, tasks: Iterable[Callable[[], int]]
 ) -> Iterator[int]:
-    """What tasks return. At most two wait, so that their data is still in the cache."""
+    """The results of tasks. At most two wait, so that their data is still in the cache."""
     pending = collections.deque[concurrent.futures.Future[int]]()
     for task in tasks:
         pending.append(pool.submit(task))
@@ -171,7 +171,7 @@ def _header(
 def _flushed_meanwhile(descriptor: int) -> Iterator[None]:
     """Flush a file while it is being written, so that the last fsync is short.
 
-    Without, a save of 512 MiB took 1.6 times as long (median of 7).
+    Without it a save of 512 MiB took 1.6 times as long (median of 7).
     """
     done = threading.Event()
 
@@ -287,7 +287,7 @@ class TensorFile:
         return flat.view(dtype_named(self.dtypes[name])).reshape(shape)
 
     def release(self) -> None:
-        """Drop what was viewed from this process's memory; views stay valid."""
+        """Drop viewed pages from this process's memory; views stay valid."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._bytes.madvise(mmap.MADV_DONTNEED)
 

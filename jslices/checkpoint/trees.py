@@ -81,7 +81,7 @@ def listed(problems: Sequence[str], most: int = 8) -> str:
 
 
 def _is_handle(node: object) -> bool:
-    """True for what has a name and a value, as ``jslices.tf1.Variable`` does."""
+    """True for objects with a name and a value, such as ``jslices.tf1.Variable``."""
     return callable(getattr(type(node), "value", None)) and hasattr(node, "name")
 
 
@@ -96,7 +96,7 @@ def without_handles(tree: PyTree) -> PyTree:
 
 
 def resolve_name(name: str, available: Container[str]) -> str:
-    """A name as it is in ``available``, without TensorFlow's ``:0`` if need be."""
+    """A name as it is in ``available``, if necessary without TensorFlow's ``:0``."""
     return name if name in available else name.removesuffix(":0")
 
 

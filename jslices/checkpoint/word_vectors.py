@@ -35,7 +35,7 @@ class WordVectors(NamedTuple):
 def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
     """Read word vectors of word2vec, GloVe or fastText, compressed by gzip or not.
 
-    The form is told by what the file begins with. Files sort words by frequency, so that
+    The beginning of the file tells the form. Files sort words by frequency, so that
     ``limit=100_000`` takes the most frequent ones, and reads no more of the file.
 
     Args:
@@ -64,7 +64,7 @@ def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
       >>> words, vectors.tolist()
       (['the', 'of'], [[0.5, 1.0], [2.0, -3.25]])
 
-    Source: ``KeyedVectors.load_word2vec_format`` of gensim, which has to be told the form.
+    Source: ``KeyedVectors.load_word2vec_format`` of gensim, which needs to know the form.
     """
     path = os.fspath(path)
     if limit is not None and limit < 1:
@@ -95,7 +95,7 @@ def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
 def save_word_vectors(
     path: Path, words: Sequence[str], vectors: ArrayLike, *, form: str = "word2vec"
 ) -> None:
-    """Write word vectors for word2vec, gensim, fastText, spaCy or whatever reads GloVe's.
+    """Write word vectors for word2vec, gensim, fastText, spaCy or readers of GloVe's files.
 
     The file appears whole or not at all; one that was there is replaced.
 
@@ -104,8 +104,8 @@ def save_word_vectors(
       words: V of them, not empty and without white space, which would end them.
       vectors: ``[V, D]`` of floats, a table of parameters for example; written as float32.
       form: ``"word2vec"``, which is fastText's ``.vec`` as well; ``"word2vec_binary"``; or
-        ``"glove"``, the first without its line of sizes. Text has the digits that give
-        back the same float32.
+        ``"glove"``, the first without its line of sizes. Text has enough digits to restore
+        the same float32.
 
     Raises:
       ValueError: for another form, a word that cannot be written, or if there are not as

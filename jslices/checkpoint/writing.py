@@ -24,8 +24,9 @@ Part = dict[str, Tensor]
 def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Part | None]:
     """Plan one file for each shard; None for the files of other processes.
 
-    An array that is not sharded goes into the smallest file. What every process has on its
-    own, an array on its devices or a string, may differ, and the first writes its own.
+    An array that is not sharded goes into the smallest file. Values that every process has
+    on its own, an array on its devices or a string, may differ, and the first writes its
+    own.
     """
     spread = {name: leaf for name, leaf in leaves.items() if leaf.is_spread}
     share = _shares(spread, processes.count)[processes.index]
@@ -40,7 +41,7 @@ def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Par
 
 
 def check_equal(leaves: dict[str, Leaf], processes: Processes) -> None:
-    """Refuse variables that differ in more than what each process has on its own."""
+    """Refuse variables that differ, except in values that each process has on its own."""
     description = [
         (name, leaf.is_spread and (leaf.spec, [(p.start, p.holders) for p in leaf.pieces]))
         for name, leaf in leaves.items()
@@ -107,8 +108,8 @@ def write_checkpoint(
       processes: those that write the checkpoint.
 
     Raises:
-      OSError: if that cannot be done. It says whether the checkpoint was saved; if not,
-        what was there before is unchanged.
+      OSError: if they cannot be written. It says whether the checkpoint was saved; if not,
+        the old files are unchanged.
       InvalidArgumentError: if the processes have other paths than the first.
     """
     save = _Save(prefix, save_id, len(parts), sharded, state, processes)
@@ -150,7 +151,7 @@ class _Save:
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
-        """One step of all processes; an error says what has become of the checkpoint."""
+        """One step of all processes; an error says what happened to the checkpoint."""
         with self.processes.barrier(undo=self.tidy):
             try:
                 yield
@@ -193,19 +194,19 @@ class _Save:
             return
         with files.directory_lock(self.directory, exclusive=True):
             for path in self.paths:
-                os.stat(self.temporaries[path])  # those of other processes may be gone
+                os.stat(self.temporaries[path])  # files of other processes may be gone
             for path in self.paths:
                 os.replace(self.temporaries[path], path)
             for family in files.families(self.prefix):
                 if family != self.paths:
                     files.remove_family(family)
             files.sync_directory(self.directory)
-            if self.state is not None:  # it names what will not be undone
+            if self.state is not None:  # the state file names a checkpoint that stays
                 os.replace(self.temporaries[self.state[0]], self.state[0])
                 files.sync_directory(self.directory)
 
     def tidy(self) -> None:
-        """Delete what is still temporary."""
+        """Delete the files that are still temporary."""
         if not self.processes.is_first:
             return
         is_published = not os.path.exists(self.temporaries[self.paths[0]])

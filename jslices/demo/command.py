@@ -18,7 +18,7 @@ from jslices.demo.skipgram import Corpus, read_corpus
 from jslices.extend import human_bytes, install_command
 
 SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")
-RARE = 50  # words seen less often have not been trained much
+RARE = 50  # words seen less often are hardly trained
 TIMED_STEPS = 20
 
 #: An optimizer and its step.
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains and prints; ``argparse.ArgumentError`` if a request cannot be met."""
+    """Trains and prints; ``argparse.ArgumentError`` for impossible requests."""
     if options.plot is not None:
         picture.check(options.plot)
     try:

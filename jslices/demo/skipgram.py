@@ -1,9 +1,9 @@
 """Skip-gram word vectors with negative sampling: a text, two tables, one jitted step.
 
-Each word learns to tell the words that stand near it from words drawn at random
-(Mikolov et al., 2013). A step takes spans of running text. A word is read once as itself
-and once as context, for all windows in which it stands, and all pairs share the words drawn
-at random: for the 6 pairs of a window a step reads 2.4 rows of two tables of V rows.
+Each word learns to tell the words near it from words drawn at random (Mikolov et al.,
+2013). A step takes spans of running text. A word is read once as itself and once as
+context, for all windows that contain it, and all pairs share the words drawn at random: for
+the 6 pairs of a window a step reads 2.4 rows of two tables of V rows.
 """
 
 import functools
@@ -23,7 +23,7 @@ import jslices as js
 Params = dict[str, jax.Array]
 
 WINDOW = 3
-SPAN = 16  # words of a span that have their whole window in it
+SPAN = 16  # words of a span whose window is inside it
 NEGATIVES = 5  # for each pair
 SHARED = 64  # words that a step draws as negatives of all its pairs
 FREQUENT = 1e-3  # words more frequent than this share of the text are thinned out
@@ -111,7 +111,7 @@ def _text(file: Path) -> str:
 
 
 class Data(NamedTuple):
-    """What batches are drawn from, in device memory.
+    """The data that batches are drawn from, in device memory.
 
     Attributes:
       tokens: ``[N]`` int32, the text, frequent words thinned out.
@@ -145,8 +145,8 @@ def init_params(num_words: int, dim: int, seed: int) -> Params:
     return {"near": near, "far": jnp.zeros((num_words, dim))}
 
 
-#: Where the neighbours of a word stand, and how much each counts: as often as word2vec
-#: takes it, which draws how far a window reaches.
+#: The positions of a word's neighbours, and their weights: how often word2vec takes each,
+#: as it draws the size of a window.
 OFFSETS = [n for n in range(-WINDOW, WINDOW + 1) if n]
 WEIGHTS = 1 - (np.abs(OFFSETS) - 1) / WINDOW
 
@@ -168,11 +168,11 @@ def draw(data: Data, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
 
 
 def loss(params: Params, spans: jax.Array, noise: jax.Array) -> jax.Array:
-    """How badly neighbours are told from the noise: the mean over pairs.
+    """The loss of telling neighbours from the noise: the mean over pairs.
 
     Args:
       params: as ``init_params`` makes them.
-      spans: ``[S, L + 2 * WINDOW]`` words as they follow one another: L windows each.
+      spans: ``[S, L + 2 * WINDOW]`` consecutive words: L windows each.
       noise: ``[N]``, the negatives of all pairs.
     """
     length = spans.shape[1] - 2 * WINDOW
@@ -205,7 +205,7 @@ def make_step(
 
 
 def count_of(state: Any) -> jax.Array:
-    """The number of the step, which every optimizer's state holds."""
+    """The number of the step, which every optimizer state holds."""
     counts = [x for x in jax.tree.leaves(state) if x.ndim == 0]
     return counts[0]
 

@@ -30,7 +30,7 @@ Paths: TypeAlias = tuple[str, ...]
 #: A learning rate, float32 ``[]``; None if it cannot be set.
 Rate: TypeAlias = Any
 
-# Keras finds in its register what a file names: the class below, and what it makes.
+# Keras looks up the names of a file in its register: the class below, and these functions.
 register = keras.saving.register_keras_serializable(package="jslices")
 for make in vars(optim).values():
     if inspect.isfunction(make) and "learning_rate" in inspect.signature(make).parameters:
@@ -51,22 +51,22 @@ REFUSED["ema_momentum"] = REFUSED["ema_overwrite_frequency"] = REFUSED["use_ema"
 class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """An optimizer of jslices for ``model.compile``.
 
-    It takes IndexedSlices as gradients, which a model has after
-    :func:`jslices.keras.row_gradients`, and arrays. Its state lives in variables of Keras,
-    so that saving, loading and fitting again go on where they were.
+    It takes arrays and IndexedSlices as gradients; a model has the latter after
+    :func:`jslices.keras.row_gradients`. Its state is kept in variables of Keras, so after
+    saving and loading ``fit`` goes on where it was.
 
     The learning rate may be set, ``optimizer.learning_rate = 1e-4``, as callbacks do, and
     nothing is compiled anew. With ``untouched="exact"``, rows that are behind then first do
-    the steps that they missed at the old rate: all rows once for each change, so that for
-    a rate which changes at every step a schedule is the better way.
+    the steps that they missed at the old rate: all rows once for each change, so for a rate
+    that changes at every step a schedule is better.
 
     Args:
       tx: the function that makes the optimizer, such as ``js.adam``, or one of your own,
         ``tx(learning_rate, **arguments)``; register that with
-        ``keras.saving.register_keras_serializable`` to save models. Or an optimizer that
-        is made already: its learning rate can be neither read nor set, and it cannot be
-        written into a ``.keras`` file. What happens to rows without gradient is said in
-        the docstring of each optimizer.
+        ``keras.saving.register_keras_serializable`` to save models. Or a finished
+        optimizer: its learning rate can be neither read nor set, and it cannot be written
+        into a ``.keras`` file. The docstring of each optimizer says what happens to rows
+        without gradient.
       learning_rate: the first argument of the function: a number, a schedule of the step
         (from 0), or one of ``keras.optimizers.schedules``; None leaves it out.
       clipnorm: clips each gradient by its norm, duplicates summed first.
@@ -77,12 +77,11 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
       **arguments: the other arguments of the function, by their names.
 
     Raises:
-      TypeError: for what is not an optimizer of jslices.
+      TypeError: if ``tx`` is not an optimizer of jslices.
       ValueError: for options of Keras that would read whole tables at every step
         (``weight_decay``, ``use_ema``, ``gradient_accumulation_steps``), unless the
-        function takes an argument of that name; and, for an optimizer that was made
-        before, when its learning rate is read or set, or the model saved. Each says what
-        to type instead.
+        function takes an argument of that name; and, for a finished optimizer, when its
+        learning rate is read or set, or the model saved. Each says what to type instead.
 
     Example:
       >>> import jslices as js, jslices.keras as jk
@@ -125,7 +124,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             loss_scale_factor=loss_scale_factor,
             name=name,
         )
-        # Compiled even where Keras runs without `jit_compile`.
+        # Compiled even if Keras runs without `jit_compile`.
         caught_up = jax.jit(self._caught_up, static_argnames="whole")
         flush = lambda rate, *values: self._tx(rate).flush(*values)  # noqa: E731
         flushed = jax.jit(flush, donate_argnums=(1, 2))
@@ -163,7 +162,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         variable.assign(jnp.copy(value))  # variables are donated, each on its own
         return variable
 
-    # --- values, which in a train step are those of the step ----------------------------
+    # --- values; in a train step those of the step --------------------------------------
 
     def by_path(self, values: Sequence[PyTree]) -> ByPath:
         """Values for the variables of the model, by their paths."""
@@ -249,7 +248,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """The gradients with the ``values`` of IndexedSlices in their place.
 
         For a LossScaleOptimizer around this one, which tests and scales arrays, and then
-        hands them on to :meth:`apply`.
+        passes them to :meth:`apply`.
         """
         self._rows.whole_gradients = list(grads)
         try:
@@ -315,7 +314,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             params, state = lax.fori_loop(0, changed, all_rows, (params, state))
         return tx.catch_up(params, state, rows)
 
-    # --- what Keras asks of its optimizers ----------------------------------------------
+    # --- what Keras requires of its optimizers ------------------------------------------
 
     def exclude_from_weight_decay(self, *args: object, **kwargs: object) -> None:
         """Raise a ValueError: the optimizer of jslices says which variables decay."""
@@ -354,7 +353,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """The inverse of :meth:`get_config`."""
 
         def deserialize(x: Any) -> Any:
-            if isinstance(x, str):  # which Keras would look up among the custom objects
+            if isinstance(x, str):  # Keras would look it up among the custom objects
                 return x
             return keras.saving.deserialize_keras_object(x, custom_objects)
 
@@ -366,8 +365,8 @@ class _Rows:
     """Attributes that Keras need not track."""
 
     tx: GradientTransformation
-    make: Any  #: the function that made it; itself if it came made
-    learning_rate: Any  #: what came: a number, a schedule, or None
+    make: Any  #: the function that made it; itself if it came finished
+    learning_rate: Any  #: as passed: a number, a schedule, or None
     arguments: Mapping[str, Any]  #: of ``make``, beside the learning rate
     caught_up: Callable[..., tuple[ByPath, State]]
     flushed: Callable[..., tuple[ByPath, State]]
@@ -409,7 +408,7 @@ class _UnknownRate:
 
 
 def _without_refused(tx: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse options that only a dense step could honour, unless ``tx`` takes them."""
+    """Refuse options that need a dense step, unless ``tx`` takes them."""
     takes = inspect.signature(tx).parameters if callable(tx) else {}
     arguments = {k: x for k, x in options.items() if k not in REFUSED or k in takes}
     for name, value in options.items():

@@ -17,22 +17,22 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
 
     Every trainable array ``[V, *D]`` that the model only looks up
     (``keras.layers.Embedding``, ``keras.ops.take`` along the first axis) then has
-    IndexedSlices for a gradient: the rows of the batch. All else of ``fit`` and
+    IndexedSlices for a gradient: the rows of the batch. Everything else in ``fit`` and
     ``train_on_batch`` is Keras' own: losses, metrics, callbacks, weights of samples,
-    validation. ``compile`` wants an :class:`Optimizer` then.
+    validation. ``compile`` then needs an :class:`Optimizer`.
 
-    With an optimizer that is ``untouched="exact"``, the rows of a batch catch up before
-    they are read, and all rows where Keras hands the state over: at the end of an epoch,
-    before validation, and when a callback asks for ``self.model``; so that whatever is
-    evaluated, predicted or saved is up to date.
+    With an ``untouched="exact"`` optimizer the rows of a batch catch up before they are
+    read, and all rows where Keras hands the state over: at the end of an epoch, before
+    validation, and when a callback reads ``self.model``. So evaluation, prediction and
+    saving use up-to-date rows.
 
     Args:
       model: a functional, sequential or subclassed model, built or not, compiled or not.
       sparse: as in :func:`jslices.value_and_grad`, of variables by their paths.
 
     Returns:
-      ``model`` itself, changed in place. Class, summary and files stay what they were: a
-      model that is loaded, cloned or pickled is a plain one, ask for row gradients again.
+      ``model`` itself, changed in place. Class, summary and files do not change: a model
+      that is loaded, cloned or pickled is a plain one; call ``row_gradients`` again.
 
     Raises:
       TypeError: if ``model`` is not a Keras model.
@@ -82,14 +82,14 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
     def jax_state_sync() -> None:
         cls.jax_state_sync(model)
         optimizer = inner(model.optimizer) if model.compiled else None
-        # Without a state Keras has handed nothing over: the first step has failed.
+        # Without a state nothing was handed over: the first step has failed.
         if isinstance(optimizer, Optimizer) and getattr(model, "_jax_state", None):
             optimizer.flush()
 
     model.train_step = step
     model.make_train_function = make_train_function
     model.jax_state_sync = jax_state_sync
-    model.train_function = None  # one of a plain train step may be compiled
+    model.train_function = None  # a plain train step may be compiled
     return model
 
 

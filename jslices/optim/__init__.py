@@ -24,18 +24,18 @@ read::
 
     params, state = tx.flush(params, state)  # before saving or evaluating
 
-``js.optim.exact_step(loss, tx)`` is this step, which reads the ids from the program.
+``js.optim.exact_step(loss, tx)`` is this step; it reads the ids from the program.
 
 ``ids`` must hold every row that gets a gradient in this step. An update of a row that has
 not caught up raises a ValueError that names the row, and under ``jit`` makes its parameters
 NaN, so that the loss shows it; a process that traces such steps and never catches up is
-warned. Hyperparameters other than the learning rate must be numbers
-known while tracing; where the learning rate is a number that changes (by
-``optax.inject_hyperparams``, say), missed steps use the newest; a schedule is followed step
-by step. What Optax's combinators return has no ``catch_up``: use those of ``jslices.optim``
-(``chain``, ``partition``, ``masked``), or call the optimizer's own with its part of their
-state. ``jax.jit(tx.flush, donate_argnums=(0, 1))`` flushes in place, tables that are
-sharded over devices as well: each device steps its own rows.
+warned. Hyperparameters other than the learning rate must be numbers known while tracing;
+where the learning rate is a number that changes (by ``optax.inject_hyperparams``, say),
+missed steps use the newest; a schedule is followed step by step. Optax's combinators return
+no ``catch_up``: use those of ``jslices.optim`` (``chain``, ``partition``, ``masked``), or
+call the optimizer's own with its part of their state.
+``jax.jit(tx.flush, donate_argnums=(0, 1))`` flushes in place, also tables that are sharded
+over devices: each device steps its own rows.
 """
 
 from typing import Any as _Any

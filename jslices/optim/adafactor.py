@@ -58,10 +58,10 @@ def adafactor(
     clipping and the scale of the parameter are **of each row by itself**, as those of a
     whole table would cost a pass over all of it.
 
-    Where the second moment is factored, rows share ``c``: a row whose square is not finite
-    (NaN, infinite, or 1e20 in float32) spoils it for good, and with it every row that is
-    stepped from then on. Clip the gradients, leave such steps out, or pass
-    ``factored=False``, with which the damage stays in its row.
+    If the second moment is factored, rows share ``c``: a row whose square is not finite
+    (NaN, infinite, or 1e20 in float32) spoils it for good, and every row that is stepped
+    afterwards. Clip the gradients, skip such steps, or pass ``factored=False``, which keeps
+    the damage in its row.
 
     Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
     state.
@@ -135,7 +135,7 @@ def adafactor(
     )
 
 
-#: The update, then what is kept: moments, and the momentum if there is one.
+#: The update, then the new state: moments, and the momentum if there is one.
 Arrays = tuple[Leaf, ...]
 
 

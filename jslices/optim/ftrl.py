@@ -18,7 +18,7 @@ class FtrlState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     accum: Any  #: like params, the sum of the squared gradients.
-    linear: Any  #: like params, what the parameter is computed from.
+    linear: Any  #: like params; the parameter is computed from it.
 
 
 @optimizer
@@ -42,8 +42,8 @@ def ftrl(
     Elements whose ``linear`` is within ``l1`` of zero become exactly zero.
 
     Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
-    state. (On dense gradients every element is computed anew from ``linear``, which sets
-    those to zero that never had a gradient.)
+    state. (Dense gradients compute every element anew from ``linear``, which sets elements
+    to zero that never had a gradient.)
 
     Args:
       learning_rate: a number, or a schedule of the step (from 0); not zero.

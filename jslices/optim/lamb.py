@@ -1,4 +1,4 @@
-"""LAMB: Adam with steps in proportion to the size of what they change."""
+"""LAMB: Adam with steps in proportion to the size of the parameters."""
 
 import functools
 from typing import Any, NamedTuple

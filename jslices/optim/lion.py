@@ -72,7 +72,7 @@ def lion(
       Array([ 0. ,  0. ,  0. , -0.5,  0. ], dtype=float32)
 
     Source: Chen et al., 2023; ``optax.lion``, with its names and defaults; dense gradients
-    give its result. In exact a row goes on for as long as its mean has a sign; a dense
+    give its result. If exact, a row moves for as long as its mean has a sign; a dense
     optimizer stops when the mean underflows, after some 8,000 steps without gradient.
     """
     exact = untouched == "exact"

@@ -1,4 +1,4 @@
-"""Cost of a compiled program, by its text and XLA's figures: nothing is run."""
+"""Cost of a compiled program, by its text and XLA's figures, without running it."""
 
 import collections
 import math
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jslices.proof.program import Array, Instruction, Layout, Module
 from jslices.proof.wire import COLLECTIVES, Collective, Traffic, traffic
 
-#: What moves nothing, or is counted by what it runs.
+#: Instructions that move nothing, or are counted by what they run.
 _FREE = {
     "add-dependency",
     "after-all",
@@ -24,33 +24,33 @@ _FREE = {
     "tuple",
     "while",
 }
-#: What else is done to single numbers costs nothing.
+#: Other instructions on single numbers cost nothing.
 _LAUNCHED = {"copy", "fusion"}
 _READ_BY_ROWS = {"dynamic-slice", "gather", "slice"}
-#: The position of the rows among the operands of what writes them in place.
+#: The position of the rows among the operands of instructions that write them in place.
 _WRITTEN_BY_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 class Cost(NamedTuple):
     """What a compiled program costs each device.
 
-    But for ``traffic`` the body of a loop counts once, and so does every branch of a
+    The body of a loop counts once, except in ``traffic``, and so does every branch of a
     conditional.
 
     Attributes:
       argument_bytes: the memory of the arguments, with what the layout pads.
-      temp_bytes: the memory that it needs besides arguments and results.
+      temp_bytes: the memory it needs besides arguments and results.
       copies: how many arrays as large as the largest argument are copied.
       accessed_bytes: what is read and written, see :func:`accessed`.
-      xla_accessed_bytes: the same by XLA's count, which GPUs lack. It takes what the
-        SparseCores of a TPU gather or scatter for reading and writing the whole table.
+      xla_accessed_bytes: the same by XLA's count, which GPUs lack. It counts a gather or
+        scatter on the SparseCores of a TPU as reading and writing the whole table.
       kernels: how many instructions do something, by what they do.
-      offloads: how many pieces of work the SparseCores of a TPU do, by what it is:
-        ``gather``, ``scatter``, or else what it consists of.
+      offloads: how many pieces of work the SparseCores of a TPU do, by kind: ``gather``,
+        ``scatter``, or else what it consists of.
       loops: JAX's names of the loops.
       traffic: the exchanges between devices, which ``kernels`` leaves out.
-      seconds: XLA's estimate of the time, if it has one. What it cannot estimate, such as
-        custom calls, takes no time.
+      seconds: XLA's estimate of the time, if it has one. Instructions that it cannot
+        estimate, such as custom calls, take no time.
     """
 
     argument_bytes: int
@@ -92,7 +92,7 @@ def cost_of(compiled: Any) -> Cost:
 def _seconds(figures: dict[str, float]) -> float | None:
     if "optimal_seconds" not in figures:
         return None
-    # A sum in which -1 stands for every instruction of unknown time.
+    # A sum with -1 for every instruction of unknown time.
     total = figures["optimal_seconds"]
     return total + max(math.ceil(-total), 0)
 
@@ -169,7 +169,7 @@ def _work(module: Module, names: set[str]) -> str:
 def accessed(module: Module) -> int:
     """Bytes that are read and written; of an array used by rows, those of the rows.
 
-    On TPUs with what the layouts pad.
+    On TPUs with the padding of layouts.
     """
     return sum(_bytes(module, each) for each in _working(module))
 

@@ -27,7 +27,7 @@ def problems(program: Program, table_bytes: int | None, min_bytes: int) -> list[
         (each, array)
         for each, array in temporaries(program.module)
         if (_sides(array) in shapes or array.nbytes >= table_bytes)
-        and array.nbytes <= program.memory.temp_bytes  # what is larger is no temporary
+        and array.nbytes <= program.memory.temp_bytes  # a larger one is not a temporary
     ]
     lines = [_line(program.module, each, array) for each, array in large]
     return list(dict.fromkeys(lines)) + _advice(program, [each for each, _ in large])
@@ -51,7 +51,7 @@ def temporaries(module: Module) -> Iterator[tuple[Instruction, Array]]:
 
 
 def _stepped_whole(module: Module) -> set[tuple[int, ...]]:
-    """The sides of tables that an optimizer steps as a whole, as its plan says."""
+    """The sides of tables that an optimizer steps as a whole, by its plan."""
     return {
         _sides(array)
         for each in module.run()
@@ -121,7 +121,7 @@ def _advice(program: Program, large: list[Instruction]) -> list[str]:
 
 
 def _crowded(program: Program) -> list[str]:
-    """A line for each table that has no more rows than are looked up."""
+    """A line for each table with at most as many rows as are looked up."""
     tables: dict[tuple[int, ...], str] = {}
     for leaf, (rows, height) in _looked_up(program).items():
         if len(leaf.shape) > 1 and rows >= height:  # state arrays come later
@@ -135,7 +135,7 @@ def _crowded(program: Program) -> list[str]:
 
 
 def _of_optax(module: Module, each: Instruction) -> bool:
-    """True if Optax made it of a whole array, not of rows that jslices hands it."""
+    """True if Optax made it from a whole array, not from rows of jslices."""
     files = [file.replace("\\", "/") for file, _, _ in module.frames(each)]
     ours = [n for n, file in enumerate(files) if "jslices/optim/" in file]
     theirs = [n for n, file in enumerate(files) if "/optax/" in file]
@@ -152,10 +152,10 @@ def _of_jslices(module: Module, each: Instruction) -> bool:
 
 
 def tables_of(program: Program, min_bytes: int, instead: str = "") -> dict[Leaf, Array]:
-    """The arguments that are tables, and what a device has of each.
+    """The arguments that are tables, and each device's part of them.
 
     Raises:
-      ValueError: if there are none; says to pass a lower min_bytes, or what is ``instead``.
+      ValueError: if there are none; says to pass a lower min_bytes, or ``instead``.
     """
     parameters = program.module.parameters()
     tables = {
@@ -187,7 +187,7 @@ def _walk(
     for eqn in jaxpr.eqns:
         sources = [of.get(id(v)) for v in eqn.invars]
         if eqn.primitive.name in ("gather", "dynamic_slice") and sources[0] is not None:
-            # An array whose rows several axes number is gathered from as it is.
+            # An array with several axes that number rows is gathered from as it is.
             row = max(math.prod(eqn.params["slice_sizes"]), 1)
             if eqn.primitive.name == "dynamic_slice":
                 row = max(math.prod(eqn.invars[0].aval.shape[1:]), 1)

@@ -6,7 +6,7 @@ from typing import Any
 from jslices._densify import human_bytes
 from jslices.proof.program import Instruction, Layout, Leaf, Module, Program, Value
 
-#: Operations that only hand values on.
+#: Operations that only pass values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
 _BODIES = {"while": "loop", "conditional": "conditional", "call": "function"}
 
@@ -25,7 +25,7 @@ def problems(program: Program, min_bytes: int) -> list[str]:
             "donate_argnums=(0, 1)), or lower min_bytes"
         )
     rest = [x for x in donated if x not in missing and _is_aliased(program, x)]
-    # Where a result is missing, jit pairs the others crosswise, which makes copies.
+    # If a result is missing, jit pairs the others crosswise, which makes copies.
     crossed = [x for x in rest if any(_alike(x, y) for y in missing)]
     return sentences + copied(program, rest, crossed)
 
@@ -160,7 +160,7 @@ def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[st
         if module.copied(each) is None:
             continue
         origin, index = module.origin(each)
-        # Copies of other arrays, or of a part of a donated one, are none of this check.
+        # Copies of other arrays, or of a part of a donated one, do not matter here.
         leaf = owners.get((origin.name, index))
         if leaf is not None and each.arrays[0] == origin.arrays[index]:
             copies.setdefault(leaf, []).append(each)
@@ -239,9 +239,9 @@ def _same(module: Module, each: Instruction, index: int) -> Value | None:
 
 
 def _reads(module: Module, copy: Instruction, targets: set[str]) -> Iterator[str]:
-    """Uses of the old value that need not come before it is overwritten.
+    """Uses of the old value that may come after it is overwritten.
 
-    ``targets`` names what makes the new value where it is not written row by row.
+    ``targets`` names the makers of the new value, if it is not written row by row.
     """
     old = _equals(module, copy)
     users = [

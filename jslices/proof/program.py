@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
     Attributes:
       order: its axes, the one along which neighbours lie first: ``(1, 0)`` is row by row.
-      tile: on TPUs, of what the sides are made multiples by padding; the last is for the
+      tile: on TPUs, the sides are padded to multiples of it; the last number is for the
         first axis of ``order``.
       space: which memory; 0 is the large one, and on TPUs 1 a fast one on the chip.
     """
@@ -152,7 +152,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _joined(inside: dict[str, Instruction]) -> dict[str, Instruction]:
-    """Each call that runs beside other instructions as one call, where it is done."""
+    """Each asynchronous call as one call, at the place where it is done."""
     joined = {}
     for each in inside.values():
         kind, _, part = each.opcode.rpartition("-")
@@ -223,7 +223,7 @@ Value = tuple[Instruction, int]
 
 
 class Module:
-    """A compiled program, and where each of its values lies.
+    """A compiled program, and the memory of each of its values.
 
     Attributes:
       computations: all of them, by name.
@@ -291,7 +291,7 @@ class Module:
         return [x for n, x in parameters.items() if fusion.operands[n] in names]
 
     def done(self, start: Instruction) -> Instruction | None:
-        """Where the result of what began at ``start`` is there, if in its computation."""
+        """The end of an operation that begins at ``start``, if in its computation."""
         opcode = start.opcode.removesuffix("start") + "done"
         return next((x for x in self.users([start]) if x.opcode == opcode), None)
 
@@ -515,7 +515,7 @@ def compiled(
     with contextlib.ExitStack() as here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if there is not None:
-            # JAX shall not remember a trace for another platform, nor take one for this.
+            # JAX must not remember a trace for another platform, nor use one for this.
             here.enter_context(there.compiling())
             jitted.clear_cache()
             here.callback(jitted.clear_cache)
@@ -526,7 +526,7 @@ def compiled(
     for warning in caught:
         if issubclass(warning.category, DensificationWarning):
             densified.append(str(warning.message))
-        # That donation did not work the proofs say themselves, with the reason.
+        # The proofs themselves say that donation did not work, with the reason.
         elif "donated buffers were not usable" not in str(warning.message):
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno

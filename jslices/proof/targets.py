@@ -26,7 +26,7 @@ AXIS = "devices"  #: of a target's mesh
 
 
 class Gpu(NamedTuple):
-    """What the compiler asks of a GPU; public figures of the makers."""
+    """What the compiler needs to know of a GPU; public figures of the makers."""
 
     title: str
     compute_capability: tuple[int, int]
@@ -50,7 +50,7 @@ GPUS = {
 GPUS_A_HOST = 8
 #: The chips of the smallest topology that all releases of libtpu know.
 TPUS = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
-#: Without these libtpu asks the cloud around it, complains where there is none, and serves
+#: Without these libtpu queries the cloud around it, complains if there is none, and serves
 #: one process at a time.
 TPU_VARIABLES = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -92,10 +92,10 @@ class Target:
     def place(self, tree: Any, by_rows: Any = False) -> Any:
         """The tree with each array as a ``ShapeDtypeStruct`` on these devices.
 
-        An array sharded over a mesh of as many devices, abstract ones or others, keeps
-        axes and specification. Every other one is divided along its first axis where
-        ``by_rows``, True or a tree of such, says so, and else replicated. A struct keeps
-        its layout, if it names one.
+        An array sharded over a mesh of as many devices, abstract ones or others, keeps axes
+        and specification. Other arrays are divided along their first axis if ``by_rows``, a
+        bool or a tree of bools, says so, else replicated. A struct keeps its layout, if it
+        names one.
         """
         rows = jax.tree.broadcast(by_rows, tree)
         return jax.tree.map(self._placed, tree, rows)
@@ -147,7 +147,7 @@ def _unknown(name: str, why: str = "") -> ValueError:
 def _tpus(name: str, topology: str) -> tuple[jax.Device, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise _missing(name, "libtpu", "tpu")
-    jax.devices()  # if there is a TPU here, it starts with the user's own variables
+    jax.devices()  # a TPU that is here starts with the user's own variables
     with _set_for_a_moment(TPU_VARIABLES):
         try:
             description = topologies.get_topology_desc(topology, "tpu")
@@ -184,7 +184,7 @@ def _missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
 
 @contextlib.contextmanager
 def _set_for_a_moment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables that the user has not set, and takes them back."""
+    """Sets environment variables that the user has not set, and removes them again."""
     new = {key: value for key, value in variables.items() if key not in os.environ}
     os.environ.update(new)
     try:
@@ -203,7 +203,7 @@ def _description(gpu: Gpu) -> str:
         "threads_per_warp": 32,
         "threads_per_core_limit": gpu.threads_per_core,
         "shared_memory_per_block": 48 * kib,
-        # The system takes 1 KiB of each block.
+        # The system uses 1 KiB of each block.
         "shared_memory_per_block_optin": (gpu.shared_kib_per_core - 1) * kib,
         "shared_memory_per_core": gpu.shared_kib_per_core * kib,
         "registers_per_core_limit": 65536,

@@ -28,10 +28,10 @@ class Collective(NamedTuple):
       kind: ``all-gather``, ``all-reduce``, ...
       arrays: its results on each device, with ``dtype``, ``dims`` and ``nbytes``.
       devices: how many take part in it together; a program has many such groups.
-      received: the bytes that a device receives each time, passed on round a ring. Of
-        ``ragged-all-to-all``, whose parts are known when it runs, the most.
-      turns: how often the loops around it run it, 1 outside of loops; None if the program
-        does not tell.
+      received: the bytes that a device receives each time, passed on round a ring; for
+        ``ragged-all-to-all``, whose parts are known when it runs, the maximum.
+      turns: how often the loops around it run it, 1 outside loops; None if unknown from the
+        program.
       branch: the branches around it, the outermost first: ``("branch 1 of 2 of
         conditional.3",)``.
       op_name: JAX's name for it: ``jit(step)/scatter-add``.
@@ -70,7 +70,7 @@ class Collective(NamedTuple):
 class Traffic(NamedTuple):
     """What each device receives in a run of a compiled step, in bytes; ``print`` it.
 
-    A loop whose number of turns the program does not tell counts once.
+    A loop whose number of turns is unknown from the program counts once.
 
     Attributes:
       least: if every conditional takes the branch in which a device receives least.
@@ -97,7 +97,7 @@ def traffic(module: Module) -> Traffic:
     def received(
         names: Sequence[str], turns: int | None, branch: tuple[str, ...]
     ) -> tuple[int, int]:
-        """What a device receives in computations, at least and at most, in all turns."""
+        """The bytes a device receives in all turns of computations: least and most."""
         totals = [
             received_by(each, turns, branch)
             for name in names
@@ -139,12 +139,12 @@ def _collective(
 
 
 def _results(module: Module, each: Instruction) -> tuple[Array, ...]:
-    """What it makes; what starts one lists the operands as well."""
+    """The arrays it makes; the start of one lists the operands as well."""
     if not each.opcode.endswith("-start"):
         return each.arrays
     if (done := module.done(each)) is not None:
         return done.arrays
-    count = len(each.operands)  # done elsewhere, in the next turn of a loop
+    count = len(each.operands)  # it is done elsewhere, in the next turn of a loop
     return each.arrays[count : 2 * count] or each.arrays
 
 

@@ -1,6 +1,6 @@
 """TensorFlow 1's API by TensorFlow's own names: ``import jslices.tf1 as tf``.
 
-Variables, scopes and initializers work inside of a function given to :func:`transform`,
+Variables, scopes and initializers work inside a function given to :func:`transform`,
 which turns it into pure functions: ``init``, ``apply`` and a pytree of
 :class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
 well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.
@@ -8,24 +8,24 @@ well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` chan
 What differs from TensorFlow on purpose, apart from what each docstring says:
 
 * The order of the program decides what a read sees, not a session.
-* Operations have no names, so they take none away from variables and scopes; scopes show
-  theirs in profiles instead. ``v.op`` is there for ``v.op.name``.
-* What is computed from variables are JAX arrays, with NumPy's dtypes: operators take no
-  lists, but ``v + tf.constant([1, 2])``. ``tf.float32`` and ``v.dtype`` have TensorFlow's
-  attributes.
-* What ``variable_scope`` or ``name_scope`` returned is entered once; open another one, with
-  the scope that it gave.
+* Operations have no names, so they take none from variables and scopes; profiles show those
+  of scopes instead. ``v.op`` exists for ``v.op.name``.
+* Results computed from variables are JAX arrays, with NumPy's dtypes. Their operators take
+  no lists: write ``v + tf.constant([1, 2])``. ``tf.float32`` and ``v.dtype`` have
+  TensorFlow's attributes.
+* A result of ``variable_scope`` or ``name_scope`` can be entered once; open another one,
+  with the scope that it yielded.
 * The order of ``get_variable`` ends ``initializer, trainable, collections, regularizer``,
   that of ``conv2d`` ``padding, data_format, name``; use keywords.
 * There is no global generator: initial values are drawn with the key given to ``init``.
 * Row numbers out of range are dropped by scatters and read NaN in lookups; TensorFlow
   raises on a CPU.
 * Norms and clipping add duplicate rows of IndexedSlices first, as for a dense gradient.
-* A shared variable may be asked for by a constant of its own dtype; TensorFlow compares
-  with float32.
+* ``get_variable`` of a shared variable may pass a constant of its own dtype; TensorFlow
+  compares with float32.
 * ``bool(variable)`` and a name of None are errors; there are no custom getters, no
   partitioners, no constraints and no caching devices: those keywords take None.
-* A name that is not here raises an AttributeError that says what to type instead.
+* A missing name raises an AttributeError that says what to type instead.
 """
 
 from typing import NoReturn as _NoReturn

@@ -68,7 +68,7 @@ def _number(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class ArrayOperators:
-    """The base of handles: whatever an array does, done with ``self.value()``.
+    """The base of handles: the operations of arrays, on ``self.value()``.
 
     ``==`` and ``hash`` stay those of the object, as in TensorFlow 1; ``v += x`` binds the
     name to an array. Iterating, ``len`` and truth are refused.
@@ -146,7 +146,7 @@ class ArrayOperators:
 
 
 class TensorShape(tuple[int, ...]):
-    """A shape that equals lists too; for what ``get_shape()`` returns."""
+    """A shape that equals lists too; the result of ``get_shape()``."""
 
     def as_list(self) -> list[int]:
         return list(self)

@@ -1,9 +1,9 @@
 """Collections of variables, and TensorFlow's functions of many variables at once.
 
-Inside of a transformed function they speak of the variables of this run, as TensorFlow's
-speak of the graph. Those that make or check values are pure functions of
-:class:`jslices.tf1.Variables` too, which is what ``init`` and ``apply`` return. All results
-are in the order of creation.
+Inside a transformed function they are about the variables of this run, as TensorFlow's are
+about the graph. Those that make or check values are also pure functions of
+:class:`jslices.tf1.Variables`, which ``init`` and ``apply`` return. All results are in the
+order of creation.
 """
 
 import re
@@ -68,10 +68,10 @@ class GraphKeys:
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
     """The :class:`jslices.tf1.Variable` handles of a collection, or its losses.
 
-    ``key`` is what variables were created with; or ``"regularization_losses"``, which calls
-    the regularizer of every variable that has one on its current value, and leaves out
-    results of None. ``scope`` is a regular expression that the beginning of the name must
-    match.
+    ``key`` is one that variables were created with; or ``"regularization_losses"``, which
+    calls the regularizer of every variable that has one on its current value, and leaves
+    out results of None. ``scope`` is a regular expression that the beginning of the name
+    must match.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -136,7 +136,7 @@ def report_uninitialized_variables(
 ) -> list[str]:
     """The names, without ``:0``, of variables that are declared and have no value.
 
-    ``var_list``: :class:`jslices.tf1.Variables` or a list of handles; None, inside of a
+    ``var_list``: :class:`jslices.tf1.Variables` or a list of handles; None, inside a
     transformed function, means all that it created.
 
     Example:
@@ -181,7 +181,7 @@ def initialize_all_variables(
 ) -> Variables | None:
     """:func:`jslices.tf1.initialize_variables` of every name.
 
-    Inside of a transformed function, without ``variables``, it does nothing.
+    Inside a transformed function, without ``variables``, it does nothing.
 
     Source: ``tf.initialize_all_variables``, an operation to run in a session.
     """
@@ -202,7 +202,7 @@ def initialize_variables(
     Args:
       var_list: names or handles; an empty list changes nothing.
       name: ignored.
-      variables: what ``abstract_init``, ``init`` or ``apply`` returned. None, inside of a
+      variables: what ``abstract_init``, ``init`` or ``apply`` returned. None, inside a
         transformed function: nothing is done and None is returned, as TensorFlow's
         operation does nothing until a session runs it; ``model.init`` is that session.
       key: a PRNG key; the same key gives what ``init`` gives. None if nothing is random.
@@ -235,7 +235,7 @@ def initialize_variables(
         return None
     checked = _checked("initialize_variables", variables)
     for name in names:
-        checked[name]  # a KeyError says which there are
+        checked[name]  # a KeyError lists the known names
     infos = [info for info in checked.infos if info.name in names]
     computed = [info.name for info in infos if info.initial is None]
     if computed:

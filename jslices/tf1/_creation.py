@@ -22,7 +22,7 @@ from jslices.tf1.initializers import glorot_uniform_initializer, zeros_initializ
 
 #: A function ``init(key, shape, dtype)``, or a constant.
 InitializerLike: TypeAlias = Any
-#: A shape; of a shared variable None stands for an axis of any length.
+#: A shape; for a shared variable None is an axis of any length.
 PartialShape: TypeAlias = int | Sequence[int | None]
 Regularizer: TypeAlias = Callable[[jax.Array], jax.Array | None]
 
@@ -35,8 +35,8 @@ class Request:
 
     Attributes:
       make: makes its first value from a key.
-      shape, dtype: None where only ``make`` can tell.
-      repeatable: whether ``make`` also works after the run, as it holds no arrays of it.
+      shape, dtype: None if only ``make`` determines them.
+      repeatable: whether ``make`` also works after the run, holding none of its arrays.
       collections: as the user passed them.
     """
 
@@ -51,7 +51,7 @@ class Request:
 
 
 def is_function(initial_value: object) -> bool:
-    """True for what makes a value, a handle not being one."""
+    """True for functions that make a value; handles are not."""
     return callable(initial_value) and not isinstance(initial_value, ArrayOperators)
 
 
@@ -110,7 +110,7 @@ def request_of_initializer(
     initializer: InitializerLike,
     default_dtype: DTypeLike,
 ) -> Request:
-    """The variable ``unique`` that ``get_variable`` creates when asked for ``name``."""
+    """The variable ``unique`` that ``get_variable`` creates for ``name``."""
     if initializer is not None and not is_function(initializer):
         return _request_of_constant(name, unique, shape, dtype, initializer)
     dims = None if shape is None else _static_shape(shape, name)
@@ -139,7 +139,7 @@ def request_of_initializer(
 
 
 def _parameters(initializer: InitializerLike) -> list[str] | None:
-    """The names of the parameters of a function, which tell how TensorFlow calls it."""
+    """The names of a function's parameters, which decide how TensorFlow calls it."""
     try:
         return list(inspect.signature(initializer).parameters)
     except (TypeError, ValueError):  # some of those written in C
@@ -167,7 +167,7 @@ def _request_of_constant(
 
 
 def as_axes(shape: PartialShape) -> tuple[int | None, ...]:
-    """A shape as a tuple, None standing for an axis of any length."""
+    """A shape as a tuple, with None for an axis of any length."""
     return tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)  # type: ignore[return-value]
 
 

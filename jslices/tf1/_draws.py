@@ -23,13 +23,13 @@ from jslices.tf1._run import DrawId, Initialization
 class Draw:
     """One draw of random numbers: the same numbers throughout a run.
 
-    Which numbers, is decided by the first variable that begins with it.
+    The first variable that begins with it decides which numbers.
     """
 
     what: str
     sample: Callable[[jax.Array], jax.Array]
     seed: int | None
-    #: After ``set_random_seed``: that seed and a number, if no variable begins with it.
+    #: After ``set_random_seed``: the seed and a number, if no variable begins with it.
     of_program: tuple[int, int] | None = None
     id: DrawId | None = None
 

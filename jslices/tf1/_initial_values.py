@@ -117,7 +117,7 @@ def random_normal(
 ) -> MaybeLazy:
     """Normal numbers, as the initial value of a variable.
 
-    Inside of a transformed function the result is lazy: it has a shape and a dtype, and
+    Inside a transformed function the result is lazy: it has a shape and a dtype, and
     operators, indexing, ``astype`` and ``reshape`` give another lazy value. ``init`` draws
     it for the first variable that begins with it, with the key folded with that variable's
     name; ``apply`` draws nothing. Two calls draw different numbers. Two variables that
@@ -129,12 +129,12 @@ def random_normal(
       shape: any, known before tracing.
       mean, stddev: numbers; a negative deviation mirrors.
       dtype: of floats.
-      seed: draws the same numbers always, also in ``apply`` and outside of functions (the
+      seed: draws the same numbers always, also in ``apply`` and outside functions (the
         bits are JAX's); None: with the key of ``init``.
       name: ignored; the name of the variable decides.
 
     Raises:
-      RuntimeError: without a seed, outside of a transformed function; or inside, if
+      RuntimeError: without a seed, outside a transformed function; or inside, if
         something like ``jnp.abs`` needs the value itself, which ``apply`` could not draw.
 
     Example:

@@ -1,4 +1,4 @@
-"""Advice for TensorFlow's names that are not here."""
+"""Advice for names of TensorFlow that are missing here."""
 
 from collections.abc import Mapping
 
@@ -73,12 +73,12 @@ _KEYWORDS = {
     "validate_shape": (True, "leave it out: every shape is known"),
     "variable_def": (None, "pass the initial value"),
 }
-#: Those that change nothing whatever they are.
+#: Keywords that never change anything.
 _IGNORED = ("use_resource", "values")
 
 
 def check_defaults(caller: str, theirs: Mapping[str, object]) -> None:
-    """Raise a TypeError for a keyword of TensorFlow that asks for what is not here."""
+    """Raise a TypeError for a keyword of TensorFlow that is not supported here."""
     for name, value in theirs.items():
         if name in _IGNORED:
             continue
@@ -90,7 +90,7 @@ def check_defaults(caller: str, theirs: Mapping[str, object]) -> None:
 
 
 def missing(module: str, name: str) -> AttributeError:
-    """The error for a name of TensorFlow that ``module`` has not, saying what to type."""
+    """The error for a name of TensorFlow that ``module`` lacks, saying what to type."""
     others = "jax.numpy, jax.nn and jax.lax have what is not here"
     if name.endswith("Optimizer"):
         others = "help(jslices.optim) lists the optimizers"

@@ -45,7 +45,7 @@ class Names:
     def unique(self, name: str, caller: str) -> str:
         """The path of ``name`` in the current scope, made unique, and taken from now on.
 
-        ``"foo/bar/"``, with a slash at its end, is the path ``"foo/bar"`` as it stands.
+        ``"foo/bar/"``, with a slash at its end, is exactly the path ``"foo/bar"``.
         """
         check_name(name, caller, self.prefix)
         if name.endswith("/"):
@@ -81,5 +81,5 @@ class Names:
 
     @property
     def opened(self) -> str:
-        """The current name scope with a slash; ``""`` outside of all."""
+        """The current name scope with a slash; ``""`` outside all."""
         return f"{self.prefix}/" if self.prefix else ""

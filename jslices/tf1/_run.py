@@ -1,7 +1,7 @@
 """One run of a transformed function: its names, its random keys and its variables.
 
-A :class:`Run` is TensorFlow's graph and session in one, for as long as it lasts. Runs
-stand on a stack that is a context variable, so every thread (and every task) has its own.
+A :class:`Run` is TensorFlow's graph and session in one, for as long as it lasts. The stack
+of runs is a context variable, so every thread (and every task) has its own.
 """
 
 import collections
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def phase(self) -> str:
-        """``"init"``, which only finds out what variables there are, or ``"apply"``."""
+        """``"init"``, which only finds the variables, or ``"apply"``."""
         return "init" if self.passed is None else "apply"
 
     def set_seed(self, seed: int) -> None:
@@ -147,13 +147,13 @@ class Run:
         return self in _runs.get()
 
     def initial_state(self) -> Variables:
-        """What ``init`` returns: initial values, whatever the function assigned."""
+        """The result of ``init``: initial values, whatever the function assigned."""
         variables = self.variables.values()
         infos = [v.info for v in variables]
         return Variables({v.info.name: v._first for v in variables}, infos)
 
     def final_state(self) -> Variables:
-        """What ``apply`` returns: all variables passed to it, with their new values."""
+        """The result of ``apply``: all variables passed to it, with their new values."""
         values = {name: v._value for name, v in self.variables.items()}
         if isinstance(self.passed, Variables):
             return self.passed.replace(values)
@@ -168,7 +168,7 @@ _runs: contextvars.ContextVar[tuple[Run, ...]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[Run]:
-    """Make ``run`` the current run, outside of all initial values."""
+    """Make ``run`` the current run, outside all initial values."""
     token = _runs.set((*_runs.get(), run))
     try:
         with _initializing(None):

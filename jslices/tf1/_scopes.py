@@ -75,7 +75,7 @@ class VariableScope:
         self.dtype = dtype
 
     def get_collection(self, name: str) -> list[Any]:
-        """What of the collection ``name`` is in this scope, in the order of creation."""
+        """The part of the collection ``name`` in this scope, in the order of creation."""
         return get_collection(name, f"{self.name}/" if self.name else None)
 
     def global_variables(self) -> list[Variable]:
@@ -122,7 +122,7 @@ def variable_scope(
 ) -> Iterator[VariableScope]:
     """Put a prefix before the names of variables, and set defaults for them.
 
-    Yields the :class:`VariableScope`. What is set on it lasts until the end of the block.
+    Yields the :class:`VariableScope`. Settings on it last until the end of the block.
 
     Args:
       name_or_scope: a name, opened within the current scope (``"a/b"`` is ``b`` in ``a``),
@@ -249,7 +249,7 @@ def name_scope(
       name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that
         very scope again, None leaves all scopes.
       default_name: the name if ``name`` is None.
-      values: ignored; there is no graph that they could be from.
+      values: ignored; there is no graph.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -337,7 +337,7 @@ def get_variable(
             "Did you mean to set reuse=tf.AUTO_REUSE in VarScope?"
         )
     with run.names.released_on_error(), run.names.scope(""):
-        # Where a Variable has the name already, this one becomes v_1, as in TensorFlow.
+        # If a Variable already has the name, this one becomes v_1, as in TensorFlow.
         unique = run.names.unique(full, "get_variable")
         if initializer is None:
             initializer = scope.initializer

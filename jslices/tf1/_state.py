@@ -12,7 +12,7 @@ from jslices.tf1._names import bare_name
 
 #: From the PRNG key of a variable to its initial value.
 Initial: TypeAlias = Callable[[jax.Array | None], jax.Array]
-#: The value of a variable; of one that is only declared a ShapeDtypeStruct, or None.
+#: The value of a variable; if it is only declared, a ShapeDtypeStruct or None.
 Value: TypeAlias = Any
 
 
@@ -32,7 +32,7 @@ class VariableInfo:
     trainable: bool = True
     collections: tuple[str, ...] = ("variables", "trainable_variables")
     position: int = 0
-    # Not compared: every run makes a new function, and two states must be of one structure.
+    # Not compared: every run makes a new function, but two states must have one structure.
     initial: Initial | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
@@ -45,7 +45,7 @@ class Variables(Mapping[str, Value]):
 
     Args:
       values: name -> array of any shape; ``"foo/v:0"`` is the same name as ``"foo/v"``.
-      infos: what is static about each; those without one are trainable.
+      infos: static properties of each; variables without any are trainable.
 
     Example:
       >>> import jax, jslices.tf1 as tf
@@ -102,7 +102,7 @@ class Variables(Mapping[str, Value]):
         infos = [dataclasses.replace(info, initial=None) for info in self._infos]
         return Variables, (dict(self), infos)
 
-    # Whether the arrays are equal is not decided here; a Variables is equal to itself.
+    # Arrays are not compared here; a Variables is equal to itself.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 

@@ -39,11 +39,11 @@ class Transformed(NamedTuple):
 def transform(fn: Callable[..., Any]) -> Transformed:
     """Turn a function that creates, reads and assigns variables into pure functions.
 
-    Inside of ``fn`` you write what you write in TensorFlow: ``get_variable``,
-    ``variable_scope``, ``Variable``, ``assign``. The results are ordinary pure functions
-    for ``jax.jit`` (with the variables donated), ``jax.grad`` or
-    :func:`jslices.value_and_grad`, which gives IndexedSlices for a table that is only
-    looked up. The calls are resolved while JAX traces, and cost nothing at run time.
+    Write ``fn`` as in TensorFlow: with ``get_variable``, ``variable_scope``, ``Variable``,
+    ``assign``. The results are ordinary pure functions for ``jax.jit`` (with the variables
+    donated), ``jax.grad`` or :func:`jslices.value_and_grad`, which gives IndexedSlices for
+    a table that is only looked up. The calls are resolved while JAX traces, and cost
+    nothing at run time.
 
     Args:
       fn: any function that creates the same variables whenever it runs, and does not
@@ -109,7 +109,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
     def abstract_init(*args: Any, **kwargs: Any) -> Variables:
         if args and _is_key(args[0]):
             args = args[1:]
-        # Only arrays become abstract: a flag or a number keeps deciding as it does in init.
+        # Only arrays become abstract: a flag or a number decides as in init.
         leaves, structure = jax.tree.flatten((args, kwargs))
         arrays = {i: x for i, x in enumerate(leaves) if is_array(x)}
 
@@ -144,6 +144,6 @@ def _arrays_only(out: PyTree) -> PyTree:
             "use outside of it: the handle would leak. Return its value(), or read it from "
             "the variables that apply returns"
         )
-    # Lazy values can be made as long as the run lasts.
+    # Lazy values can be made only while the run lasts.
     arrays = [x.value() if isinstance(x, LazyValue) else x for x in leaves]
     return jax.tree.unflatten(tree, arrays)

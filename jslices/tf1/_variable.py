@@ -1,4 +1,4 @@
-"""Variable: a handle on a piece of state, inside of a transformed function."""
+"""Variable: a handle on a piece of state, inside a transformed function."""
 
 import dataclasses
 import operator
@@ -58,9 +58,9 @@ def _scattering_nd(function: Callable[..., Array]) -> Callable[..., Array]:
 class Variable(ArrayOperators):
     """A variable of the function that :func:`jslices.tf1.transform` runs.
 
-    Inside of that function a handle is used as the array it holds, and assigned to;
-    afterwards ``apply`` returns the new values. Its name is made unique: ``v``, ``v_1``,
-    ...; :func:`jslices.tf1.get_variable` shares a variable instead.
+    Inside that function a handle is used as the array it holds, and can be assigned;
+    ``apply`` then returns the new values. Its name is made unique: ``v``, ``v_1``, ...;
+    :func:`jslices.tf1.get_variable` shares a variable instead.
 
     Operators, indexing, ``jax.numpy``, ``jax.nn`` and array methods accept a handle. The
     functions of ``jax.lax`` accept arrays only: pass them ``v.value()``; for a convolution
@@ -71,7 +71,7 @@ class Variable(ArrayOperators):
     number outside ``[0, V)`` is dropped (TensorFlow raises); ``dense_shape`` is ignored,
     unless several axes number the rows. What duplicates do, and the cost, is as in the
     function of that name. ``scatter_nd_add``, ``scatter_nd_sub`` and ``scatter_nd_update``
-    assign what the functions of these names return.
+    assign the results of the functions of these names.
 
     Args:
       initial_value: an array, number or list, the result of
@@ -127,7 +127,7 @@ class Variable(ArrayOperators):
 
     @classmethod
     def _new(cls, run: Run, request: Request) -> "Variable":
-        """For get_variable, which decides on the name itself."""
+        """For get_variable, which chooses the name itself."""
         new = object.__new__(cls)
         new._begin(run, request)
         return new
@@ -148,10 +148,10 @@ class Variable(ArrayOperators):
     def dtype(self) -> DType:
         """The dtype of the value: NumPy's, with the attributes of TensorFlow's.
 
-        It differs from what the function asked for where the caller of ``apply`` has cast
-        the variables to another precision.
+        It differs from the requested dtype if the caller of ``apply`` has cast the
+        variables to another precision.
         """
-        # None was passed for it: all there is is what the function asked for.
+        # None was passed for it: only the request of the function is known.
         asked = self._request.dtype or np.float32
         return DType(np.dtype(self._value.dtype if is_array(self._value) else asked))
 
@@ -219,7 +219,7 @@ class Variable(ArrayOperators):
     def initialized_value(self) -> Array:
         """The value, or the initial one if there is none yet.
 
-        With it another variable's initial value can be computed from this one.
+        Use it to compute another variable's initial value from this one.
         """
         if self._run is None or is_initialized(self._value):
             return self.value()

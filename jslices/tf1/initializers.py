@@ -7,7 +7,7 @@ of ``jax.nn.initializers``. Instances are immutable, and equal if their argument
 The arguments of all of them and of their calls:
 
 * ``shape``: an int or ints, known before tracing. ``dtype``: that of the result; None in a
-  call means that of the initializer, float32 unless it is told another.
+  call means that of the initializer, by default float32.
 * ``key``: a PRNG key. A ``seed`` takes its place: the same values in every call, as in
   TensorFlow (the bits are JAX's). Without either the numbers are drawn as those of
   :func:`jslices.tf1.random_normal`: lazily, and in a transformed function only.

@@ -18,8 +18,8 @@ from jslices.tf1._instead import missing
 class Saver(js.Saver):
     """:class:`jslices.Saver` with TensorFlow's arguments in TensorFlow's order.
 
-    Where TensorFlow is given a session, ``save`` and ``restore`` are given the variables,
-    any pytree, and ``restore`` returns them.
+    Where TensorFlow takes a session, ``save`` and ``restore`` take the variables, any
+    pytree, and ``restore`` returns them.
 
     Args:
       builder, defer_build, write_version, filename: only TensorFlow's defaults.
@@ -92,7 +92,7 @@ class Saver(js.Saver):
     ) -> str | None:
         """Save the variables ``sess``; see :meth:`jslices.Saver.save`.
 
-        There is no graph, and so no file of it: the arguments for it change nothing.
+        There is no graph, so arguments for its file change nothing.
 
         Returns:
           The path for :meth:`restore`; None if ``allow_empty`` and there are no variables.

@@ -79,7 +79,7 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
 
 
-def ticked(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
+def next_clock(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
     """The clock with the run of the step that follows ``count`` steps."""
     return clock._replace(run=_missed(rule).advanced(clock.run, next_count(count)))
 
@@ -327,8 +327,8 @@ def _now(
 ) -> tuple[jax.Array, ...]:
     """The arrays of a clock for rows that have done ``step``.
 
-    It is made to depend on what was there: XLA may otherwise write it before it has read
-    the rows, and copies the whole arrays for that.
+    The new value depends on the old one on purpose: XLA may otherwise write it before it
+    has read the rows, and copies the whole arrays for that.
     """
     behind = last <= step
     news = (jnp.where(behind, new, x) for new, x in zip(snapshot, old, strict=True))

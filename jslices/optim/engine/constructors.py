@@ -52,11 +52,11 @@ def optimizer(
 ) -> Callable[P, GradientTransformation]:
     """The same, and compile optimizers as a whole outside of ``jax.jit``.
 
-    Equal arguments give the same functions, so that they are compiled once. A schedule is
+    Equal arguments give the same optimizer, which is compiled once. A schedule is
     asked in each step, and its number an argument of the program, as arrays are. Some run
-    operation by operation: those with a mask that is a function, and the exact ones with a
-    schedule, whose future they ask for; and who makes an optimizer in every step, of other
-    numbers, would wait for a program each time (0.2 s, instead of 5 ms).
+    operation by operation: those with a mask that is a function, exact ones with a
+    schedule, whose future they ask for, and what comes after many others: building a new
+    optimizer in each step would compile each time (0.2 s, instead of 5 ms).
     """
     signature = inspect.signature(make)
     by_name: Callable[..., GradientTransformation] = make

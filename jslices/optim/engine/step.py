@@ -148,7 +148,7 @@ def choose_plan(
     row_bytes = max(row_bytes, *(_row_bytes(x, row_axes) for x in arrays), 0)
     adds_up = linear and not arrays and gradient.dtype.itemsize >= 4
     if num_rows is not None and not unique:
-        limit = _enough_for_all_rows(num_rows, row_bytes, adds_up, at_hand or platform)
+        limit = entries_of_a_pass(num_rows, row_bytes, adds_up, at_hand or platform)
         if entries >= limit:
             why = f"from {limit:,} entries on a pass over {num_rows:,} rows is faster"
             return Plan("all rows", entries, num_rows, why=why)
@@ -171,10 +171,8 @@ def choose_plan(
     return Plan("in chunks", entries, capacity, sums, CHUNK_ROWS, why)
 
 
-def _enough_for_all_rows(
-    num_rows: int, row_bytes: int, adds_up: bool, platform: str
-) -> float:
-    """The number of entries from which on all rows are stepped."""
+def entries_of_a_pass(num_rows: int, row_bytes: int, adds_up: bool, platform: str) -> float:
+    """From how many entries on all rows are stepped; ``adds_up``: linear, without state."""
     if platform == "tpu":
         one_number = row_bytes <= ONE_NUMBER_BYTES
         per_row = TPU_VECTOR_ENTRIES_PER_ROW if one_number else TPU_ENTRIES_PER_ROW

@@ -158,54 +158,50 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        paths, rules = paths_of(tree), self._rules(params, tree)
-        arrays = _parameters(tree, params, reads_params)
-        columns = [arrays_of(state, name, tree) for name in self.names]
-        leaves = [
-            checked_gradient(
-                path, grad, param, old, functools.partial(self.state_shapes, r)
-            )
-            for path, grad, param, r, *old in zip(
-                paths, leaves, arrays, rules, *columns, strict=True
-            )
-        ]
-        is_peeked = self._peeked(peeked, grads)
-        missed = self._missed(itertools.compress(rules, is_peeked), state)
-        if self.rule.missed is not None:
-            state = state._replace(clock=exact.ticked(state.clock, state.count, self.rule))
-        before = [
-            missed.get(x) if y else None for x, y in zip(rules, is_peeked, strict=True)
-        ]
-        kernels = self._kernels(rules, leaves, state, before)
-        step = functools.partial(_step_leaf, adds)
-        old = self._arrays(state, tree)
-        results = list(map(step, paths, rules, kernels, leaves, arrays, old))
-        new = self._with_arrays(state, tree, [arrays for _, arrays in results])
+        new, results = self._with_next_clock(state), []
+        kernel_of = self._kernels(state, new)
+        for path, rule, grad, is_peeked, param, arrays in zip(
+            paths_of(tree),
+            self._rules(params, tree),
+            leaves,
+            self._peeked(peeked, grads),
+            _parameters(tree, params, reads_params),
+            self._arrays(state, tree),
+            strict=True,
+        ):
+            shapes = functools.partial(self.state_shapes, rule)
+            mine = arrays[: len(self.names)]
+            grad = checked_gradient(path, grad, param, mine, shapes)
+            kernel = kernel_of(rule, is_slices(grad), is_peeked)
+            results.append(_step_leaf(adds, path, rule, kernel, grad, param, arrays))
+        new = self._with_arrays(new, tree, [arrays for _, arrays in results])
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
 
-    def _kernels(
-        self,
-        rules: Sequence[Rule],
-        grads: Sequence[Leaf],
-        state: State,
-        missed: Sequence[Partial | None],
-    ) -> list[Kernel]:
-        """The arithmetic for each leaf: one kernel for all that are of one rule and kind.
+    def _with_next_clock(self, state: State) -> State:
+        """The state, whose clock has done a step more if it has one."""
+        if self.rule.missed is None:
+            return state
+        return state._replace(clock=exact.next_clock(state.clock, state.count, self.rule))
+
+    def _kernels(self, state: State, new: State) -> Callable[[Rule, bool, bool], Kernel]:
+        """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
-        ``missed`` is what rows do before it.
+        ``new`` is the state with the clock of this step.
         """
         step = Step(state.count)
 
         @functools.cache
-        def kernel(rule: Rule, by_row: bool, missed: Partial | None) -> Kernel:
-            alone = _kernel(step, rule, by_row)
+        def kernel_of(rule: Rule, by_row: bool, is_peeked: bool) -> Kernel:
+            kernel, missed = _kernel(step, rule, by_row), None
             if rule.missed is None:
-                return alone
-            return exact.with_clock(alone, rule, state.count, state.clock.run, missed)
+                return kernel
+            if is_peeked:
+                missed = exact.missed_steps(rule, state.count, state.clock.run)
+            return exact.with_clock(kernel, rule, state.count, new.clock.run, missed)
 
-        return list(map(kernel, rules, map(is_slices, grads), missed))
+        return kernel_of
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         leaves, tree = flatten(grads, is_leaf=is_leaf)

@@ -97,7 +97,7 @@ def accumulate_gradients(
 def reduce_stacked(tree: PyTree, reduction: str = "mean") -> Any:
     """The mean of gradients that are stacked along a leading axis.
 
-    For what ``lax.scan`` and ``jax.vmap`` return: the rows of all T gradients become one
+    For results of ``lax.scan`` and ``jax.vmap``: the rows of all T gradients become one
     IndexedSlices, duplicates summed.
 
     Args:
@@ -158,7 +158,7 @@ def merge_leaf(x: Leaf, divisor: int | None) -> Any:
         return _divided(jnp.sum(_wide(x), axis=0), x.dtype, divisor)
     if x.indices.ndim > 2:
         return jax.vmap(lambda part: merge_leaf(part, divisor), in_axes=1)(x)
-    # A sum that is going to be divided must not be rounded first.
+    # A sum must not be rounded before it is divided.
     wide = x if divisor is None else x.with_values(_wide(x.values))
     unique = wide._flattened().coalesce()
     values = _divided(unique.values, x.dtype, divisor)

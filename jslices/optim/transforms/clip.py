@@ -1,11 +1,11 @@
 """Clipping, as functions of TensorFlow's names and as transformations for a chain.
 
-All of it first sums the entries of slices that name the same row, and returns unique rows,
-so that slices give what the dense gradient would. Where that, or caution, makes a
-difference to TensorFlow, docs/operations.md says so.
+All functions first sum the entries of slices that name the same row, and return unique
+rows, so that slices give what the dense gradient would. docs/operations.md lists the
+differences to TensorFlow.
 
 A NaN or infinite norm makes every stored row NaN, as in TensorFlow since 1.15, so that it
-is noticed; untouched rows are not stored and stay as they are.
+shows; untouched rows are not stored and stay as they are.
 """
 
 import functools
@@ -39,7 +39,7 @@ Clipped = TypeVar("Clipped")
 def _for_gradients(
     transformation: str,
 ) -> Callable[[Callable[Args, Clipped]], Callable[Args, Clipped]]:
-    """Let a function of gradients say what goes into a chain in its place."""
+    """Let a function of gradients say what to put into a chain instead."""
 
     def decorate(fun: Callable[Args, Clipped]) -> Callable[Args, Clipped]:
         @functools.wraps(fun)
@@ -232,7 +232,7 @@ def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike)
       t: an array ``[...]``, or IndexedSlices with values ``[K, *D]``; any real dtype.
       clip_value_min: ``[]``, or an array that broadcasts to the shape of ``t`` (with 1 for
         the rows of slices).
-      clip_value_max: the same. Where it is less than ``clip_value_min``, that one wins.
+      clip_value_max: the same. If it is less than ``clip_value_min``, that one wins.
 
     Returns:
       An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
@@ -347,8 +347,8 @@ def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
     """:func:`jslices.clip_rows_by_norm` as a transformation.
 
     Untouched rows stay untouched. Errors and cost are those of the function; the limit is
-    checked at once. The first axis of every array counts its rows; if the tree holds other
-    arrays than tables, leave these out with :func:`jslices.optim.masked`.
+    checked at once. The first axis of every array counts its rows; if the tree holds arrays
+    other than tables, leave these out with :func:`jslices.optim.masked`.
 
     Args:
       max_norm: the limit, ``[]``.
@@ -504,7 +504,7 @@ def _array(limit: ArrayLike) -> Any:
 def _fitting(
     name: str, what: str, limit: jax.Array, t: Leaf, dtype: DTypeLike
 ) -> jax.Array:
-    """``limit`` with the rank of the values of ``t``; refuses one that enlarges them."""
+    """``limit`` with the rank of the values of ``t``; refuses a larger shape."""
     shape = (1,) * (t.ndim - limit.ndim) + limit.shape
     fits = len(shape) == t.ndim and all(
         n == 1 or m in (n, None) for n, m in zip(shape, t.shape, strict=True)
@@ -535,6 +535,6 @@ def _comparable(name: str, what: str, limit: jax.Array, dtype: DTypeLike) -> jax
         raise TypeError(
             f"{name} got {what} of dtype {limit.dtype} for {dtype}; cast one of them"
         )
-    # A bound that the integers cannot hold must not wrap around.
+    # A bound out of the integers' range must not wrap around.
     info = jnp.iinfo(dtype)
     return jnp.clip(limit, info.min, info.max)

@@ -16,11 +16,13 @@ from jslices._grad.call import (
 )
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
-from jslices._place.boundary import mesh_of
-from jslices._rows.access import is_below
+from jslices._jax import is_symbolic
+from jslices._place.boundary import mesh_of, platform_at_hand
+from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.step import entries_of_a_pass
 
 
 def exact_step(
@@ -67,7 +69,7 @@ def exact_step(
 
     Cost: a lazy step, which also reads ``K * D`` elements of the table and of its state
     before the loss (:meth:`GradientTransformation.peek`); a TPU reads each row once. Rows
-    catch up before, and are written twice, where more than a quarter of a table is read,
+    catch up before, and are written twice, where a step is a pass over the table,
     on a mesh, outside of ``jit``, and by optimizers that cannot peek. ``fun`` is traced
     once. An array that catches up as a whole is read and written if any of its rows is
     behind.
@@ -93,6 +95,14 @@ def exact_step(
         raise TypeError(
             f"exact_step wants an optimizer of jslices, got {tx!r}; type "
             "jslices.optim.chain for optax.chain, jslices.from_optax(tx) for others"
+        )
+
+    if tx.catches_up and not tx.peeks:
+        hint_once(
+            "peek",
+            "exact_step got an optimizer without peek: its rows are written when they "
+            "catch up, and again by the step. Type GradientTransformation(init, update, "
+            "catch_up, flush, apply=tx.apply, peek=tx.peek) where it is put together",
         )
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -141,14 +151,16 @@ def _ids(tx: GradientTransformation, rows: IndexedSlices | bool | None) -> PyTre
 
 
 def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
-    """Whether XLA sees all that the call does to a few rows of a leaf on one device.
+    """Whether XLA sees all that the call does to rows of a leaf, on one device.
 
-    Where they are so many that a step may pass over the table, it passes twice: all arrays
-    would be copied by a pass that reads what it overwrites.
+    Not those of a pass over the table: the missed steps of a row are read from the state
+    that they overwrite, and a pass would copy the whole of it for that.
     """
     if not isinstance(rows, IndexedSlices) or rows.facts.placement is not None:
         return False
-    on_mesh = mesh_of(planned.leaves[leaf].aval) is not None
-    count, shape = rows.indices.shape[0], planned.leaves[leaf].table_shape
-    few = count != 0 and is_below(4 * count, shape[0])
-    return few and not planned.eager and not on_mesh
+    table = planned.leaves[leaf]
+    count, num_rows = rows.indices.shape[0], table.table_shape[0]
+    if planned.eager or mesh_of(table.aval) is not None or is_symbolic(count + num_rows):
+        return False
+    enough = entries_of_a_pass(num_rows, table.row_bytes, False, platform_at_hand())
+    return 0 < count < enough

@@ -41,8 +41,8 @@ def from_optax(tx: Transformation) -> GradientTransformation:
 
     ``tx`` must treat each row by itself, as nearly all do (Adam, RMSProp, Lion, clipping by
     value or by global norm, weight decay, schedules, chains and partitions of them). Before
-    its first step it is tried on a small table, and refused if it does not: a trust ratio,
-    a norm of the parameters, a mean over an array, noise.
+    its first step it is tried on a small table, and refused if it does otherwise: a trust
+    ratio, a norm of the parameters, a mean over an array, noise.
 
     Args:
       tx: an ``optax.GradientTransformation``.
@@ -89,7 +89,7 @@ class _Lifted:
     """A transformation of Optax, run on the rows that have a gradient."""
 
     def __init__(self, tx: Transformation) -> None:
-        self.tx = GradientTransformation(tx.init, tx.update)  # which takes extra arguments
+        self.tx = GradientTransformation(tx.init, tx.update)  # it takes extra arguments
         self.tried: set[Hashable] = set()  #: kinds of gradients that it was tried on
 
     def init(self, params: Params) -> State:
@@ -99,7 +99,7 @@ class _Lifted:
     def update(
         self, grads: Gradients, state: State, params: Params, extra_args: dict[str, PyTree]
     ) -> tuple[Gradients, State]:
-        """A step, once it is clear that it may be taken."""
+        """A step, once it is known to be allowed."""
         if params is None:
             raise ValueError(
                 "from_optax needs the parameters, to know which part of the state mirrors "
@@ -163,7 +163,7 @@ class _Rows:
     def mirrors(self, subtree: PyTree) -> bool:
         """True for a part of the state that has the structure and shapes of params.
 
-        What a mask leaves out is an empty node there.
+        Parameters that a mask leaves out are empty nodes there.
         """
         try:
             parts = self.tree.flatten_up_to(subtree)
@@ -241,8 +241,8 @@ def _is_empty(x: PyTree) -> bool:
     return not jax.tree.leaves(x)
 
 
-#: What acts on all rows in some of its steps, or judges all rows together, which trying
-#: one step does not show: names in Optax, and of the states.
+#: Transformations that act on all rows in some steps, or judge all rows together, which
+#: trying one step does not show: names in Optax, and of the states.
 ACT_ON_ALL_ROWS = {
     "apply_every": "ApplyEvery",
     "contrib.dadapt_adamw": "contrib.DAdaptAdamWState",
@@ -280,7 +280,7 @@ def _refuse_accumulation(state: State) -> None:
 
 
 def _holds(state: State, optax: types.ModuleType | None, name: str) -> bool:
-    """Whether there is a state of this type of Optax in ``state``."""
+    """Whether ``state`` contains a state of this type of Optax."""
     try:
         kind: type = operator.attrgetter(name)(optax)
     except AttributeError:  # no Optax, or one without it
@@ -290,7 +290,7 @@ def _holds(state: State, optax: types.ModuleType | None, name: str) -> bool:
 
 
 def _present(grad: IndexedSlices) -> jax.Array:
-    """bool ``[U]``: which entries are of a row."""
+    """bool ``[U]``: which entries are rows, not empty."""
     assert grad.num_rows is not None
     return grad.indices < grad.num_rows
 
@@ -322,19 +322,19 @@ def _refuse_mixing(
     It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
     on these rows alone.
 
-    ``grads`` are those that came, for their kinds, shapes and dtypes. Traced arrays among
+    ``grads`` are the user's, for their kinds, shapes and dtypes. Traced arrays among
     ``extra_args`` are replaced by ones.
     """
     try:
         with jax.ensure_compile_time_eval():
             extra = jax.tree.map(_untraced, extra_args)
             tried = jax.jit(lambda *x: _difference(lifted, grads, tree, extra, *x))
-            # Arguments, as what is computed of constants alone would be evaluated here an
-            # operation at a time, each compiled by itself.
+            # As arguments: computations with constants alone would run here one operation
+            # at a time, each compiled by itself.
             arrays = _random_arrays(grads), np.array(TOUCHED, np.int32)
             difference = float(tried(*arrays))
     except (ArithmeticError, TypeError, ValueError, IndexError, KeyError):
-        return  # It does not run on tables this small, which says nothing.
+        return  # It does not run on tables this small: inconclusive.
     if difference > 1e-3:
         raise ValueError(
             "from_optax: this transformation does not treat each row by itself. On a "

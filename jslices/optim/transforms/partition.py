@@ -21,7 +21,7 @@ from jslices.optim.transforms.base import Call, as_transformation, stateless, wr
 
 
 class MaskedNode(NamedTuple):
-    """Stands in a tree for a parameter that is left out: a node without children."""
+    """Replaces a left-out parameter in a tree: a node without children."""
 
 
 class MaskedState(NamedTuple):
@@ -166,8 +166,8 @@ def _by_label(
 
     def init(params: Params) -> State:
         if not flatten(params, is_leaf=is_leaf)[0]:
-            # Of no parameters, or of the node that optax.tree.map_params has for all of
-            # them: whatever the labels are, it goes to every transformation.
+            # Without parameters, or for the node that optax.tree.map_params has in place of
+            # all of them, the tree goes to every transformation, whatever the labels are.
             return pack({label: tx.init(params) for label, tx in transforms.items()})
         parts = _Parts(argument, transforms, labels, params)
         return pack({k: tx.init(parts.of(k, params)) for k, tx in transforms.items()})

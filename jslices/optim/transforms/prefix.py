@@ -1,4 +1,4 @@
-"""Prefix pytrees, which say something of some of the parameters."""
+"""Prefix pytrees, with a value for some of the parameters."""
 
 from collections.abc import Callable
 from typing import Any

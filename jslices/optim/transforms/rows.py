@@ -1,7 +1,7 @@
 """Masking rows, limiting their norms, weighing duplicates.
 
 ``mask_rows`` takes rows out of a gradient. ``project_rows`` limits the norms of rows after
-a step. ``combine_duplicates`` says what several entries of one row add up to.
+a step. ``combine_duplicates`` decides how several entries of one row are merged.
 """
 
 import math
@@ -41,14 +41,14 @@ Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
 def mask_rows(slices: Leaf, keep: Keep) -> Any:
     """The gradient without some rows.
 
-    It masks this gradient and nothing else. To keep rows from moving, whatever the
-    optimizer and the gradient, use :func:`jslices.optim.freeze_rows`.
+    It masks only this gradient. To keep rows from moving, whatever the optimizer and the
+    gradient, use :func:`jslices.optim.freeze_rows`.
 
     In slices the entries of the other rows become empty (index ``V``, zero values). A lazy
     optimizer neither reads nor writes a row that no entry names, so it cannot move.
     Duplicates stay duplicates. In an array the other rows become zeros, and an optimizer
-    still moves them: by momentum, and by weight decay. So does one with
-    ``untouched="exact"`` or ``weight_decay_mode="all"``, in any case.
+    still moves them, by momentum and by weight decay; with ``untouched="exact"`` or
+    ``weight_decay_mode="all"`` it does so in slices, too.
 
     Args:
       slices: IndexedSlices with values ``[K, *D]``, or an array ``[V, *D]``.
@@ -140,9 +140,10 @@ def _allowed(keep: Keep, indices: jax.Array, sizes: tuple[int, ...] | None) -> j
 def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
     """Scales down the touched rows of tables whose norm exceeds a limit, in place.
 
-    Call it after the step: ``params = js.project_rows(js.apply_updates(params, updates),
-    updates, 1.0)``. As only touched rows can have grown, the whole table then stays
-    within the limit if it starts so.
+    Call it after the step:
+    ``params = js.project_rows(js.apply_updates(params, updates), updates, 1.0)``. As only
+    touched rows can have grown, the whole table then stays within the limit if it starts
+    within it.
 
     Args:
       params: an array ``[V, *D]``, or a pytree of arrays.

@@ -23,9 +23,9 @@ def scale(factors: PyTree) -> GradientTransformation:
     included. In front of one they scale gradients, which Adam and the like undo.
 
     Untouched rows stay untouched. Duplicates are each multiplied; out-of-range indices are
-    dropped. Of an optimizer with ``untouched="exact"`` they would miss the steps that rows
-    have missed: ``chain`` refuses it (with a factor for each array take ``partition``, and
-    for tables in one array one stack of tables for each rate).
+    dropped. After an optimizer with ``untouched="exact"`` they would not scale the steps
+    that rows have missed: ``chain`` refuses it (for a factor for each array use
+    ``partition``, for tables in one array one stack of tables for each rate).
 
     Args:
       factors: mirrors the parameters or is a prefix of them. For an array a number ``[]``;

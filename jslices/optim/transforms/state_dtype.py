@@ -1,4 +1,4 @@
-"""The dtype of an optimizer's state, where it is not that of the parameters."""
+"""An optimizer state of another dtype than the parameters."""
 
 from typing import Annotated
 
@@ -31,9 +31,9 @@ def with_state_dtype(
         parameter. Arrays with a dtype of their own (``mu_dtype``, clocks) keep it.
 
     Returns:
-      A :class:`jslices.GradientTransformation` that steps as ``tx`` does, which keeps the
-      dtypes that its state has: of jslices with any gradients, of Optax where its own
-      arithmetic does, and in ``apply`` with a key.
+      A :class:`jslices.GradientTransformation` that steps as ``tx`` does and keeps the
+      dtypes of its state: for jslices with any gradients; for Optax if its own arithmetic
+      does, and in ``apply`` with a key.
 
     Raises:
       TypeError: if ``dtype`` is not floating, or ``tx`` not a transformation.
