@@ -393,6 +393,21 @@ def test_rows_that_were_peeked_at_step_as_if_they_had_caught_up(tx):
     assert tx.peek(*mine, None) is None
 
 
+def test_some_rows_may_be_peeked_at_and_others_not():
+    """In a program and without one; anything but bools is refused."""
+    params = {"a": jnp.ones((6, 2)), "w": jnp.ones(2)}
+    rows = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (6, 2))
+    grads, state = {"a": rows, "w": jnp.ones(2)}, ADAM.init(params)
+    step = lambda *args: ADAM.apply(*args, peeked={"a": True, "w": False})  # noqa: E731
+    assert_close(step(grads, state, params), fast_jit(step)(grads, state, params))
+    assert_close(step(grads, state, params), ADAM.apply(grads, state, params))
+    lazy = js.adam(0.1)  # has no rows behind, whatever it is told
+    moved, _ = lazy.apply(grads, lazy.init(params), params, peeked=True)
+    np.testing.assert_allclose(moved["w"], 0.9, rtol=1e-5)
+    with pytest.raises(TypeError, match=r"peeked must be bools .*, got 1, 1"):
+        ADAM.apply(grads, state, params, peeked=1)
+
+
 def test_lazy_ones_have_nothing_to_peek_at():
     table = jnp.ones((3, 1))
     assert not js.adam(0.1).peeks and ADAM.peeks

@@ -377,6 +377,23 @@ def test_rows_are_written_once(name, platform):
     assert_close(mine, other, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["apart", "after another"])
+def test_an_exact_optimizer_beside_a_lazy_one(name):
+    """Both of tables that are looked up."""
+    tx = {
+        "apart": optim.partition(
+            {"x": EXACT, "y": js.adam(0.1)}, {"a": "x", "b": "y", "w": "y"}
+        ),
+        "after another": optim.chain(js.sgd(0.5), EXACT),
+    }[name]
+    mine = other = PARAMS, tx.init(PARAMS)
+    step = fast_jit(optim.exact_step(loss, tx))
+    hand = fast_jit(functools.partial(by_hand, loss, tx))
+    for batch in zip(IDS[:4], LABELS, strict=False):
+        mine, other = step(*mine, *batch)[:2], hand(*other, *batch)[:2]
+    assert_close(mine, other)
+
+
 def reads_of_all_kinds(params, ids):
     """Of tables, in loops, branches and checkpoints; some out of range."""
     squares = lambda table, ids: (jnp.tanh(table[ids]) ** 2).sum()  # noqa: E731

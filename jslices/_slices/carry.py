@@ -45,11 +45,12 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{fun.__name__}(): {error}") from None
+        bound.apply_defaults()
         if is_staged():
             return fun(*args, **kwargs)
         leaves, tree = jax.tree.flatten(bound.args)
-        bools = tuple(x if isinstance(x, bool) else None for x in leaves)
-        arrays = [0 if isinstance(x, bool) else x for x in leaves]
+        bools = tuple(bool(x) if isinstance(x, bool | np.bool_) else None for x in leaves)
+        arrays = [0 if isinstance(x, bool | np.bool_) else x for x in leaves]
         if not _are_of_one_program(arrays):
             return fun(*args, **kwargs)
         result: R = jax.tree.map(

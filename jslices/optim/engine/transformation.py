@@ -150,7 +150,8 @@ class _RuleOnTrees:
         check_state(state, self.state_type, self.fields)
         refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         refuse_alone("tx.update", grads, params)
-        reads_params = self.rule.reads_params or any(jax.tree.leaves(peeked))
+        is_peeked = self._peeked(peeked, grads)
+        reads_params = self.rule.reads_params or any(is_peeked)
         reads_params |= adds and grads is not None
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(
@@ -160,19 +161,19 @@ class _RuleOnTrees:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         new, results = self._with_next_clock(state), []
         kernel_of = self._kernels(state, new)
-        for path, rule, grad, is_peeked, param, arrays in zip(
+        for path, rule, grad, arrays, param, *kind in zip(
             paths_of(tree),
             self._rules(params, tree),
             leaves,
-            self._peeked(peeked, grads),
-            _parameters(tree, params, reads_params),
             self._arrays(state, tree),
+            _parameters(tree, params, reads_params),
+            is_peeked,
             strict=True,
         ):
             shapes = functools.partial(self.state_shapes, rule)
             mine = arrays[: len(self.names)]
             grad = checked_gradient(path, grad, param, mine, shapes)
-            kernel = kernel_of(rule, is_slices(grad), is_peeked)
+            kernel = kernel_of(rule, is_slices(grad), *kind)
             results.append(_step_leaf(adds, path, rule, kernel, grad, param, arrays))
         new = self._with_arrays(new, tree, [arrays for _, arrays in results])
         stepped = tree.unflatten([x for x, _ in results])
@@ -302,9 +303,12 @@ class _RuleOnTrees:
             exact.stale_warning()
 
     def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
-        """For each gradient whether it was taken at rows after their missed steps."""
-        text = "peeked must be bools in the structure of params or a prefix of it"
-        return [bool(x) for x in broadcast_prefix(peeked, grads, text, is_leaf)]
+        """For each gradient whether its rows have missed steps that are to be done."""
+        text = "peeked must be bools in the structure of params"
+        bits = broadcast_prefix(peeked, grads, f"{text}, or a prefix of it", is_leaf)
+        if not all(bit is None or isinstance(bit, bool | np.bool_) for bit in bits):
+            raise TypeError(f"{text}, got {', '.join(map(shown, bits))}")
+        return [bool(bit) and self.rule.missed is not None for bit in bits]
 
     # --- trees as lists of leaves ---------------------------------------------------------
 
@@ -394,9 +398,12 @@ def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array
     try:
         if params is not None:
             return list(tree.flatten_up_to(params))
-    except ValueError:
+    except ValueError as error:
         if needed:
-            raise
+            raise ValueError(
+                "the gradients have another structure than the parameters; pass those of "
+                f"these parameters, with None where there is none. {error}"
+            ) from error
     return [None] * tree.num_leaves
 
 
@@ -414,8 +421,10 @@ def _step_leaf(
     None for these where they stay as they are. ``param`` may be None where neither the rule
     reads it nor anything is added.
     """
-    if grad is None or has_no_rows(grad) or (adds and param is None):
+    if grad is None or has_no_rows(grad):
         return (param if adds else grad), None
+    if adds and param is None:  # whose state moves all the same, as by `update`
+        return None, _step_leaf(False, path, rule, kernel, grad, param, arrays)[1]
     if adds:
         check_kinds(path, grad, param)
     if is_slices(grad) and rule.sums_first is not None and rule.sums_first(param):

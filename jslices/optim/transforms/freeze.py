@@ -244,15 +244,15 @@ def _kept(
     now: jax.Array, ids: IndexedSlices | ArrayLike | bool, bits: Frozen, param: jax.Array
 ) -> jax.Array:
     """Rows ``now`` of a parameter, all of them or those of ``ids``; frozen ones stay."""
-    axes = 1 if callable(bits) else max(1, min(jnp.ndim(bits), param.ndim))
-    num_rows = rows_numbered(param.shape, axes)
     if ids is True:
-        rows, old = jnp.arange(num_rows).reshape(param.shape[:axes]), param
-    else:
-        rows = ids.indices if isinstance(ids, IndexedSlices) else jnp.asarray(ids)
-        rows = jnp.clip(rows.reshape(-1), 0, max(num_rows - 1, 0))
-        old = take_rows(param, rows, mode="clip", row_axes=axes)
-    return where_rows(_frozen(bits, rows), old, now)
+        rows = bits(jnp.arange(param.shape[0])) if callable(bits) else jnp.asarray(bits)
+        return where_rows(rows, param, now)
+    left, axes = _left_out(ids, bits, param.shape), 1
+    if isinstance(ids, IndexedSlices):
+        left, axes, ids = left.indices, ids.row_axes, ids.indices
+    old = take_rows(param, jnp.asarray(ids).reshape(-1), mode="clip", row_axes=axes)
+    stay = (left < 0) | (left >= rows_numbered(param.shape, axes))
+    return where_rows(stay, old, now)
 
 
 def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ...]) -> Any:
