@@ -65,4 +65,4 @@ def with_state_dtype(
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         return tx.plan(grads, jax.eval_shape(in_dtype, params), platform)
 
-    return wrapped(init, inside_of(tx), catches_up=tx.catches_up, plan=plan)
+    return wrapped(init, inside_of(tx), catches_up=tx.catches_up, peeks=tx.peeks, plan=plan)
