@@ -15,6 +15,8 @@ Gradients: TypeAlias = Any
 State: TypeAlias = Any
 #: A traced or described array: it has a shape and a dtype.
 Aval: TypeAlias = Any
+#: Arrays, one after the other.
+Arrays: TypeAlias = tuple[jax.Array, ...]
 #: A key of ``jax.random``, typed or old.
 Key: TypeAlias = jax.Array
 #: A dimension: an int, or a symbolic one of ``jax.export``.

@@ -19,7 +19,7 @@ import numpy as np
 import jslices as js
 from jslices.checkpoint import files
 from jslices.checkpoint.leaves import Leaf, Piece, as_leaf
-from jslices.checkpoint.writing import in_shards, write_checkpoint
+from jslices.checkpoint.writing import Save, in_shards
 
 ROWS = 3000
 
@@ -43,9 +43,8 @@ def write_shards(prefix, variables, count, whole=()):
         for name, value in variables.items()
     }
     specs = {n: (s.spec.kind, s.spec.dtype, s.spec.shape) for n, s in leaves.items()}
-    write_checkpoint(
-        str(prefix), files.new_id(), in_shards(leaves), {"variables": specs}, True
-    )
+    info = {"variables": specs}
+    Save(str(prefix), files.new_id(), in_shards(leaves), info, True).run()
 
 
 def save_forever(directory, kind, first):

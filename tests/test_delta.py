@@ -17,7 +17,7 @@ from jslices.checkpoint import DataLossError, NotFoundError, files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.leaves import Rows, as_leaf
 from jslices.checkpoint.tensors import TensorFile
-from jslices.checkpoint.writing import write_checkpoint
+from jslices.checkpoint.writing import Save
 
 V = 64
 
@@ -285,7 +285,7 @@ def test_a_hostile_link_is_not_followed(tmp_path):
     path = str(tmp_path / "d" / "n")
     delta = {"base": "../outside", "base_id": "", "rows": {}}
     info = {"variables": {}, "delta": delta}
-    write_checkpoint(path, files.new_id(), [{}], info, False)
+    Save(path, files.new_id(), [{}], info, False).run()
     with pytest.raises(DataLossError, match=r"names '../outside' as its base; .* not foll"):
         js.Saver().restore(path)
 
@@ -339,7 +339,7 @@ def test_a_long_chain(tmp_path):
         delta = {"base": f"m-{step - 1}", "base_id": last, "rows": {"t": "r"}}
         info = {"variables": {"t": ("numpy", "float64", (4, 2))}, "delta": delta}
         last = files.new_id()
-        write_checkpoint(str(tmp_path / f"m-{step}"), last, [part], info, False)
+        Save(str(tmp_path / f"m-{step}"), last, [part], info, False).run()
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 150)
     try:

@@ -14,8 +14,8 @@ from jax import lax
 
 from jslices._rows.access import height_of, places, places_of, set_rows, take_rows
 from jslices._rows.sums import add_rows, sort_ids, starts_of_runs
+from jslices._typing import Arrays
 
-Arrays = tuple[jax.Array, ...]
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 

@@ -1,19 +1,8 @@
 """Checkpoints: TensorFlow's Saver for pytrees, in safetensors files.
 
 ``Saver`` is for one process or several that share a directory. To save in the background,
-the same trees go through Orbax as they are::
-
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        tree = {"params": params, "state": state}
-        checkpointer.save(directory, tree)
-        checkpointer.wait_until_finished()
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        restored = checkpointer.restore(directory, shapes)
-
-IndexedSlices and the states of optimizers are pytrees, which ``restore`` rebuilds from
-their shapes.
+give the same trees to Orbax as they are (``docs/moving.md``): IndexedSlices and the states
+of optimizers are pytrees, which its ``restore`` rebuilds from their shapes.
 
 ``import_state`` and ``export_state`` carry the state of an optimizer from PyTorch and
 TensorFlow to here, and back; ``load_word_vectors`` and ``save_word_vectors`` vectors in

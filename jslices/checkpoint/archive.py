@@ -9,19 +9,21 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jslices import DataLossError, NotFoundError
+from jslices import DataLossError, InvalidArgumentError, NotFoundError
 from jslices.checkpoint import boxes, files
 from jslices.checkpoint.info import INFO_KEY, Delta, Info, parse_info
 from jslices.checkpoint.leaves import Spec, check_values
-from jslices.checkpoint.tensors import CHUNK, CODES, TensorFile, dtype_named, empty_array
+from jslices.checkpoint.tensors import CODES, TensorFile, dtype_named, empty_array
 from jslices.checkpoint.text_format import parse_text
-from jslices.checkpoint.trees import bad_names, brief
+from jslices.checkpoint.trees import bad_names, brief, matching
 
 
 def is_published(temporary: str, path: str, save_id: str) -> bool:
@@ -82,12 +84,31 @@ class Archive:
         """The paths of this checkpoint and of all that it builds on."""
         return [layer.prefix for layer in self._layers]
 
-    def narrow(self, name: str, rows: slice) -> None:
-        """Restrict a variable to a range of its rows; the others are never read."""
-        spec = self.info.specs[name]
-        shape = (rows.stop - rows.start, *spec.shape[1:])
-        self.specs[name] = dataclasses.replace(spec, shape=shape)
-        self._offsets[name] = rows.start
+    def narrow(self, rows: Mapping[str, slice], saved_as: Mapping[str, str]) -> None:
+        """Restrict tables to ranges of their rows; the others are never read.
+
+        ``rows`` are those that ``Saver.restore`` takes, ``saved_as`` the names of all
+        variables and their names here.
+        """
+        if not isinstance(rows, Mapping):
+            raise TypeError(
+                "rows must be a dict {name of a table: slice(start, stop)}, not "
+                f"{type(rows).__name__}"
+            )
+        ranges: dict[str, slice] = {}
+        for pattern, part in rows.items():
+            for name in matching(str(pattern), saved_as, "rows"):
+                part = _checked_range(name, part, self.specs[saved_as[name]])
+                if ranges.setdefault(name, part) != part:
+                    raise InvalidArgumentError(
+                        f"rows asks for two ranges of {name!r}: {_shown(ranges[name])} and "
+                        f"{_shown(part)}; restore one after the other"
+                    )
+        for name, part in ranges.items():
+            spec = self.specs[saved_as[name]]
+            shape = (part.stop - part.start, *spec.shape[1:])
+            self.specs[saved_as[name]] = dataclasses.replace(spec, shape=shape)
+            self._offsets[saved_as[name]] = part.start
 
     def read(self, name: str, box: boxes.Box | None = None) -> np.ndarray:
         """Read a variable, or a box of it, as a new array of the saved dtype."""
@@ -124,6 +145,38 @@ class Archive:
         for layer in reversed(deltas):
             layer.replay(name, box, out)
         return out
+
+
+def _checked_range(name: str, part: object, spec: Spec) -> slice:
+    if not isinstance(part, slice):
+        raise TypeError(
+            f"rows[{name!r}] must be a slice(start, stop), not {part!r}; for single rows "
+            "restore the range that holds them, and index that"
+        )
+    # The last axis of key data is within a key.
+    if len(spec.shape) <= spec.is_key or spec.is_string:
+        raise InvalidArgumentError(
+            f"rows[{name!r}]: it was saved as a single value, without rows"
+        )
+    count = spec.shape[0]
+    try:
+        start = 0 if part.start is None else operator.index(part.start)
+        stop = count if part.stop is None else operator.index(part.stop)
+        step = 1 if part.step is None else operator.index(part.step)
+    except TypeError as error:
+        raise TypeError(f"rows[{name!r}] must hold integers: {error}") from error
+    if step != 1 or not 0 <= start <= stop <= count:
+        raise InvalidArgumentError(
+            f"rows[{name!r}] is {_shown(part)}, but it was saved with {count} rows; "
+            f"want 0 <= start <= stop <= {count} and no step (negative numbers do not "
+            "count from the end)"
+        )
+    return slice(start, stop)
+
+
+def _shown(part: slice) -> str:
+    ends = (part.start, part.stop, part.step)[: 2 if part.step is None else 3]
+    return f"slice({', '.join(map(str, ends))})"
 
 
 class _StoredPiece(NamedTuple):
@@ -198,20 +251,11 @@ class _Layer:
         dtype = dtype_named(self.info.specs[name].in_file.dtype)
         out = empty_array(boxes.shape_of(box), dtype)
         for piece in self._pieces[name]:
-            part = boxes.intersection(box, piece.box)
-            if part is None:
-                continue
-            target: Any = out[(..., *boxes.within(part, box))]  # type: ignore[arg-type]
-            if not piece.shape:
-                target[...] = piece.file.view(name)
-                continue
-            # By chunks, which are still in the cache when they are copied.
-            rows, *others = boxes.within(part, piece.box)
-            shape = len(target), *piece.shape[1:]
-            for block in boxes.row_blocks(shape, dtype.itemsize, CHUNK):
-                span = slice(rows.start + block.start, rows.start + block.stop)
-                target[block] = piece.file.view(name, span)[(slice(None), *others)]
-            piece.file.release()
+            if both := boxes.overlap(box, piece.box):
+                target, source = both
+                others: Any = (..., *source[1:])
+                out[target] = piece.file.view(name, *source[:1])[others]
+                piece.file.release()
         return out
 
     def replay(self, name: str, box: boxes.Box, out: np.ndarray) -> None:
@@ -246,6 +290,7 @@ def base_of(prefix: str) -> str | None:
         return None
 
 
+# Without, saves took 1.4 times as long (medians of 20, 30 or 300 variables, 5 checkpoints).
 @functools.lru_cache(1024)
 def _delta_in(path: str, inode: int, changed_at: int) -> Delta | None:
     """Read the base of a delta, once for each version of the file."""

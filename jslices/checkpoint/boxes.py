@@ -26,19 +26,16 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
 
 
-def intersection(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty."""
-    pairs = list(zip(a, b, strict=True))
-    both = [slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in pairs]
-    return None if any(part.stop <= part.start for part in both) else tuple(both)
-
-
-def within(box: Box, outer: Box) -> Box:
-    """A box of the array as an index of the part ``outer`` of the array."""
-    return tuple(
-        slice(part.start - of.start, part.stop - of.start)
-        for part, of in zip(box, outer, strict=True)
-    )
+def overlap(a: Box, b: Box) -> tuple[Box, Box] | None:
+    """The intersection of two boxes, as a box within each; None if it is empty."""
+    within_a, within_b = [], []
+    for x, y in zip(a, b, strict=True):
+        start, stop = max(x.start, y.start), min(x.stop, y.stop)
+        if stop <= start:
+            return None
+        within_a.append(slice(start - x.start, stop - x.start))
+        within_b.append(slice(start - y.start, stop - y.start))
+    return tuple(within_a), tuple(within_b)
 
 
 def rows_within(

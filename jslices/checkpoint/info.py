@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jslices.checkpoint.leaves import Spec, check_spec
-from jslices.checkpoint.trees import bad_names, names_in
+from jslices.checkpoint.trees import check_names, names_in
 
 INFO_KEY = "jslices"  #: The entry of a file's metadata that holds the description.
 _VERSION = 1
 _ID = re.compile("[0-9a-f]{24}")
 
 _T = TypeVar("_T")
+_shown = reprlib.repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,7 @@ def _info(raw: Any) -> Info:
     shard, shards = _item(raw, "shard", int), _item(raw, "shards", int)
     variables = _item(raw, "variables", dict) if shard == 0 else {}
     specs = {name: _spec(name, spec) for name, spec in variables.items()}
-    problem = bad_names(specs)
-    if problem:
-        raise ValueError(problem)
+    check_names(specs)
     if "structure" in raw and sorted(_leaves(raw["structure"], specs)) != sorted(specs):
         raise ValueError("its structure does not hold every variable once")
     delta = _delta(_item(raw, "delta", dict), specs) if "delta" in raw else None
@@ -129,7 +128,3 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     if type(value) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise ValueError(f"{_shown(value)} is no shape or place of {name!r}")
     return tuple(value)
-
-
-def _shown(value: object) -> str:
-    return reprlib.repr(value)

@@ -167,11 +167,10 @@ class Leaf:
         self,
         shape: tuple[int, ...],
         blocks: Callable[[], Iterable[np.ndarray]],
-        start: tuple[int, ...] | None = None,
+        start: tuple[int, ...] = (),
     ) -> Tensor:
         tensor = dataclasses.replace(self.spec, shape=shape).in_file
-        start = (0,) * len(shape) if start is None else start
-        return Tensor(tensor.dtype, tensor.shape, blocks, start)
+        return Tensor(tensor.dtype, tensor.shape, blocks, start or (0,) * len(shape))
 
     def _merged(self, block_bytes: int) -> Iterator[np.ndarray]:
         shape, dtype = self.spec.shape, self.pieces[0].data.dtype
@@ -179,10 +178,9 @@ class Leaf:
             box = (rows, *boxes.whole(shape[1:]))
             block = np.empty((rows.stop - rows.start, *shape[1:]), dtype)
             for piece in self.pieces:
-                part = boxes.intersection(box, piece.box)
-                if part is not None:
-                    first, *_ = boxes.within(part, piece.box)
-                    block[boxes.within(part, box)] = np.asarray(piece.data[first])
+                if both := boxes.overlap(box, piece.box):
+                    target, (first, *_) = both
+                    block[target] = np.asarray(piece.data[first])
             yield block
 
     def _rows(self, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:

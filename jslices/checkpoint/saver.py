@@ -20,7 +20,6 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.checkpoint.row_ranges import narrow_to_rows
 from jslices.extend import PyTree
 
 
@@ -36,6 +35,7 @@ class SaverDef:
     keep_checkpoint_every_n_hours: float = 10000.0
 
 
+_PATHS = (str, os.PathLike)
 #: Advice for arguments that only TensorFlow's Saver has.
 _INSTEAD = {
     "builder": "arrays are written as they lie on the devices: sharded=True",
@@ -182,9 +182,7 @@ class Saver:
         Cost: reads every element once; 64 MiB of additional memory for variables that are
         sharded or not on the host.
         """
-        if isinstance(variables, str | os.PathLike) and not isinstance(
-            path, str | os.PathLike
-        ):
+        if isinstance(variables, _PATHS) and not isinstance(path, _PATHS):
             raise TypeError("save wants the variables first: save(variables, path)")
         variables = trees.without_handles(variables)
         processes = processes_of(variables)
@@ -301,7 +299,7 @@ class Saver:
                 state = state_path, text + notes
             else:
                 retention.keep(prefix, save_id)
-        writing.write_checkpoint(prefix, save_id, parts, info, sharded, state, processes)
+        writing.Save(prefix, save_id, parts, info, sharded, state, processes).run()
         self._previous, self._retention = (prefix, save_id), retention
         with processes.barrier():  # then the directory is the same for all of them
             if not processes.is_first:
@@ -362,22 +360,17 @@ class Saver:
         sharded array are read, and only these ``rows``, in chunks of 4 MiB.
 
         Example:
-          >>> import tempfile, jax, jax.numpy as jnp, jslices as js
+          >>> import tempfile, jax.numpy as jnp, jslices as js
           >>> tree = {"table": jnp.arange(12.0).reshape(6, 2), "step": 3}
           >>> path = js.Saver().save(tree, f"{tempfile.mkdtemp()}/model")
           >>> js.Saver().restore(path, rows={"table": slice(2, 4)})["table"]
           Array([[4., 5.],
                  [6., 7.]], dtype=float32)
-          >>> struct = jax.ShapeDtypeStruct((1, 2), jnp.float32)
-          >>> js.Saver().restore(path, {"table": struct}, rows={"table": slice(5, 6)})
-          {'table': Array([[10., 11.]], dtype=float32)}
 
         Source: ``tf.train.Saver.restore``; ``rows`` is the slice of a partitioned
         variable, which TensorFlow writes as ``"6 2 2,2:0,2"``.
         """
-        if isinstance(variables, str | os.PathLike) and not isinstance(
-            path, str | os.PathLike
-        ):
+        if isinstance(variables, _PATHS) and not isinstance(path, _PATHS):
             raise TypeError(
                 "restore wants the path first: restore(path, variables); the order of "
                 "TensorFlow is that of jslices.tf1.train.Saver"
@@ -405,7 +398,7 @@ class Saver:
             inverse = {name: saved for saved, name in inverse.items()}
         saved_as = trees.choose(list(archive.specs), inverse, f"{archive.prefix} holds")
         if rows is not None:
-            narrow_to_rows(archive, rows, saved_as)
+            archive.narrow(rows, saved_as)
         leaves = {
             name: restore(saved, archive.specs[saved], partial(archive.read, saved))
             for name, saved in saved_as.items()
@@ -432,7 +425,7 @@ class Saver:
             )
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:
-            narrow_to_rows(archive, rows, saved_as)
+            archive.narrow(rows, saved_as)
         targets = [
             (name, saved_as[name], archive.specs[saved_as[name]], template)
             for name, template in zip(names, templates, strict=True)

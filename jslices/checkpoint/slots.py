@@ -12,14 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jslices import GradientTransformation
 from jslices.checkpoint import state_walk
-from jslices.checkpoint.slot_counts import Slots, as_array, counts_of_states, short
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
 from jslices.checkpoint.trees import listed
 from jslices.extend import Params, PyTree, State
 from jslices.optim import SgdState
+
+#: The dict of slots of one parameter.
+Slots = Mapping[str, Any]
+
+_MAX_COUNT = np.iinfo(np.int32).max
 
 
 def import_state(
@@ -103,24 +108,18 @@ def import_state(
         )
     problems: list[str] = []
     slots_of_each = [_checked_slots(x) for x in _flattened_up_to(walk.tree, slots)]
-    counts = counts_of_states(walk, params, slots_of_each, count, problems)
+    counts = _counts_of_states(walk, params, slots_of_each, count, problems)
     of_each = zip(walk.labels, walk.arrays, slots_of_each, strict=True)
-    assigned = [_assign(*each, problems) for each in of_each]
+    assigned: dict[int, jax.Array] = {}
+    for label, arrays, its_slots in of_each:
+        assigned |= _assign(label, arrays, its_slots, problems)
     if problems:
         raise ValueError(f"import_state: {listed(problems)}")
-
-    def fill(number: int, part: Any) -> Any:
-        columns = {}
-        for field in {field for each in assigned for i, field in each if i == number}:
-            column = walk.tree.flatten_up_to(getattr(part, field))
-            columns[field] = walk.tree.unflatten(
-                each.get((number, field), old)
-                for each, old in zip(assigned, column, strict=True)
-            )
-        return part._replace(**columns)
-
     state = state_walk.after_empty_steps(tx, params, state, counts)
-    return state_walk.map_optimizer_states(fill, state)
+    leaves, structure = jax.tree.flatten(state)
+    for number, array in assigned.items():
+        leaves[number] = array
+    return jax.tree.unflatten(structure, leaves)
 
 
 def export_state(params: Params, state: State, names: str) -> PyTree:
@@ -186,6 +185,114 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     return walk.tree.unflatten(result)
 
 
+# --- how many steps were taken --------------------------------------------------------
+
+
+def _counts_of_states(
+    walk: state_walk.Walk,
+    params: Params,
+    slots_of_each: Sequence[Slots],
+    count: PyTree,
+    problems: list[str],
+) -> list[int]:
+    """The steps that each optimizer in a state took; appends problems.
+
+    Parameters that were never stepped, which have no slots, count only if their optimizer
+    has no others.
+    """
+    steps = _steps_of_each(walk, params, slots_of_each, count, problems)
+    stepped: list[dict[int, str]] = [{} for _ in walk.states]
+    others: list[dict[int, str]] = [{} for _ in walk.states]
+    for label, arrays, slots, n in zip(
+        walk.labels, walk.arrays, slots_of_each, steps, strict=True
+    ):
+        for array in arrays:
+            if n is not None:
+                (stepped if slots else others)[array.owner].setdefault(n, label)
+    each = [one or other for one, other in zip(stepped, others, strict=True)]
+    problems += [_conflict(one) for one in each if len(one) > 1]
+    largest = max((n for n in steps if n is not None), default=0)
+    return [max(one, default=largest) for one in each]
+
+
+def _steps_of_each(
+    walk: state_walk.Walk,
+    params: Params,
+    slots_of_each: Sequence[Slots],
+    count: PyTree,
+    problems: list[str],
+) -> list[int | None]:
+    """The steps of each parameter, or None if unknown; appends problems."""
+    steps: list[int | None] = []
+    counts = _spread(count, params, walk.tree)
+    for label, slots, n in zip(walk.labels, slots_of_each, counts, strict=True):
+        taken = _as_count(slots["step"]) if "step" in slots else n
+        if "step" in slots and taken is None:
+            problems.append(
+                f"the slot step{label} is {_short(slots['step'])}, wanted the number of "
+                "steps taken, or leave it out of these slots"
+            )
+        elif taken is None and slots:
+            problems.append(f"there is no step in the slots{label}: give the count")
+        elif n not in (None, taken):
+            problems.append(
+                f"{taken} steps were taken{label}, and count={n}: leave count out, or give "
+                "one for each parameter"
+            )
+        steps.append(taken)
+    if not problems and all(n is None for n in steps):
+        problems.append("there is no step in any slots: give the count")
+    return steps
+
+
+def _conflict(labels: Mapping[int, str]) -> str:
+    taken = " and ".join(f"{n} steps were taken{label}" for n, label in labels.items())
+    groups = ", ".join(f"{n}: opt" for n in labels)
+    return (
+        f"{taken}, and the optimizer of both corrects its means by one count: give those "
+        "that were stepped together one of their own, tx = "
+        f"jslices.optim.partition({{{groups}}}, labels) where labels are the steps of each "
+        f"parameter; or leave the step out of the slots, and count={max(labels)} is for all"
+    )
+
+
+def _spread(count: PyTree, params: Params, tree: Any) -> list[int | None]:
+    """The count of each parameter, of a number or of a tree of them; None without."""
+    if count is None:
+        return [None] * tree.num_leaves
+    counts: list[int | None]
+    try:
+        numbered = tree.unflatten(range(tree.num_leaves))  # None among params is a leaf
+        each = tree.flatten_up_to(jax.tree.broadcast(count, numbered, is_leaf=_is_none))
+        pairs = zip(each, tree.flatten_up_to(params), strict=True)
+        counts = [0 if n is None and x is None else _as_count(n) for n, x in pairs]
+    except ValueError:
+        counts = [None]
+    if None in counts:
+        raise ValueError(
+            f"import_state(count={count!r}): wanted the number of steps taken, an integer "
+            f"from 0 to {_MAX_COUNT}, or such numbers in the structure of params or a "
+            "prefix of it; PyTorch has it as step, TensorFlow as global_step or iterations"
+        )
+    return counts
+
+
+def _is_none(x: object) -> bool:
+    return x is None
+
+
+def _as_count(x: ArrayLike | None) -> int | None:
+    """``x`` as a number of steps; None if it is not one."""
+    try:
+        array: Any = np.asarray(x)
+        if array.ndim == 0 and array.dtype.kind in "iuf":
+            count = int(array)
+            return count if count == array and 0 <= count <= _MAX_COUNT else None
+    except (TypeError, ValueError, OverflowError):  # no array, infinite or not a number
+        pass
+    return None
+
+
 # --- slots and state arrays -----------------------------------------------------------
 
 
@@ -218,11 +325,11 @@ def _checked_slots(slots: Slots | None) -> Slots:
 
 def _assign(
     label: str, arrays: Sequence[state_walk.StateArray], slots: Slots, problems: list[str]
-) -> dict[tuple[int, str], jax.Array]:
-    """The slots of one parameter as state arrays, by owner and field; appends problems."""
+) -> dict[int, jax.Array]:
+    """The slots of one parameter as state arrays, by their numbers; appends problems."""
     if not slots:
         return {}
-    rest = {name: as_array(x) for name, x in slots.items() if name != "step"}
+    rest = {name: _as_array(x) for name, x in slots.items() if name != "step"}
     assigned = {}
     for array in arrays:
         names = [name for name in array.names if name in rest]
@@ -233,7 +340,7 @@ def _assign(
             if problem:
                 problems.append(problem)
             else:
-                assigned[array.owner, array.field] = state_walk.placed(x, array.value)
+                assigned[array.number] = state_walk.placed(x, array.value)
         else:
             received = " and ".join(names) or ", ".join(slots) or "nothing"
             problems.append(
@@ -254,7 +361,7 @@ def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:
     """The reason why a slot cannot replace the state array ``old``; None if it can."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # None among them
         return (
-            f"{what} is {short(x)}, wanted {old.shape} of {old.dtype}: give the array, or "
+            f"{what} is {_short(x)}, wanted {old.shape} of {old.dtype}: give the array, or "
             "None instead of all slots of a parameter that was never stepped"
         )
     if x.shape != old.shape:
@@ -296,3 +403,13 @@ def _invalid_values(what: str, x: jax.Array | np.ndarray, field: str) -> str | N
                 f"{what} has {number} elements that are {kind}, first in row {row}: {help}"
             )
     return None
+
+
+def _as_array(x: ArrayLike | None) -> jax.Array | np.ndarray:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _short(x: ArrayLike | None) -> str:
+    """A number as it is, an array by its shape and dtype."""
+    array = _as_array(x)
+    return str(x) if array.ndim == 0 else f"an array {array.shape} of {array.dtype}"

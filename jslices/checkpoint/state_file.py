@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jslices import NotFoundError
 from jslices.checkpoint import files
@@ -14,8 +15,12 @@ from jslices.checkpoint.text_format import dump_text, parse_text
 
 _log = logging.getLogger("jslices.checkpoint")
 
-_PATH, _PATHS = "model_checkpoint_path", "all_model_checkpoint_paths"
-_TIMES, _PRESERVED = "all_model_checkpoint_timestamps", "last_preserved_timestamp"
+_KINDS = {
+    "model_checkpoint_path": str,
+    "all_model_checkpoint_paths": str,
+    "all_model_checkpoint_timestamps": float,
+    "last_preserved_timestamp": float,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,23 +247,22 @@ def _relative(path: str, directory: str) -> str:
 
 
 def _fields(state: CheckpointState) -> Iterable[tuple[str, str | float]]:
-    yield _PATH, state.model_checkpoint_path
-    yield from ((_PATHS, path) for path in state.all_model_checkpoint_paths)
-    yield from ((_TIMES, time) for time in state.all_model_checkpoint_timestamps)
-    if state.last_preserved_timestamp is not None:
-        yield _PRESERVED, state.last_preserved_timestamp
+    for name, value in dataclasses.asdict(state).items():
+        values = value if isinstance(value, list) else [value]
+        yield from ((name, each) for each in values if each is not None)
 
 
 def _state(fields: list[tuple[str, str | float]]) -> CheckpointState:
-    kinds = {_PATH: str, _PATHS: str, _TIMES: float, _PRESERVED: float}
-    values: dict[str, list[str | float]] = {name: [] for name in kinds}
+    values: dict[str, list[Any]] = {name: [] for name in _KINDS}
     for name, value in fields:
-        if not isinstance(value, kinds.get(name, ())):
+        if not isinstance(value, _KINDS.get(name, ())):
             raise ValueError(f"it has the unexpected field {name}: {value!r}")
         values[name].append(value)
-    if any("\0" in str(path) for path in [*values[_PATH], *values[_PATHS]]):
+    newest, paths, times, preserved = values.values()
+    if any("\0" in path for path in [*newest, *paths]):
         raise ValueError("a path has a NUL in it")
-    if len(values[_PATH]) > 1 or len(values[_PRESERVED]) > 1:
+    if len(newest) > 1 or len(preserved) > 1:
         raise ValueError("a field that may occur once occurs twice")
-    path, preserved = next(iter(values[_PATH]), ""), next(iter(values[_PRESERVED]), None)
-    return CheckpointState(path, values[_PATHS], values[_TIMES], preserved)  # type: ignore[arg-type]
+    return CheckpointState(
+        next(iter(newest), ""), paths, times, next(iter(preserved), None)
+    )

@@ -28,6 +28,7 @@ class StateArray(NamedTuple):
     owner: int  #: the number of the optimizer state that holds it.
     state: type  #: the type of that.
     field: str  #: its field there.
+    number: int  #: of the array among the leaves of the whole state.
     value: jax.Array
 
     @property
@@ -52,23 +53,26 @@ def walk_state(params: Params, state: State) -> Walk:
     tree: Any
     paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
     labels = [f" at {jax.tree_util.keystr(path)}" if path else "" for path, _ in paths]
-    states = optimizer_states(state)
-    if not states:
+    leaves, structure = jax.tree.flatten(state)
+    numbered = optimizer_states(jax.tree.unflatten(structure, range(len(leaves))))
+    if not numbered:
         raise TypeError(
             "import_state and export_state know the states of jslices' own optimizers, got "
             f"{type(state).__name__}; for one of Optax, replace arrays in what "
             "tx.init(params) returns, by optax.tree.set(state, mu=...)"
         )
     arrays: list[list[StateArray]] = [[] for _ in labels]
-    for number, part in enumerate(states):
+    for owner, part in enumerate(numbered):
         for field, column in part._asdict().items():
             if field in ("count", "clock") or column is None:
                 continue
             for its_arrays, x in zip(arrays, tree.flatten_up_to(column), strict=True):
                 # A parameter of another optimizer has a node without leaves here.
-                for array in jax.tree.leaves(x):
-                    its_arrays.append(StateArray(number, type(part), field, array))
-    return Walk(tree, labels, states, arrays, _nodes(state, _gathers_gradients))
+                for number in jax.tree.leaves(x):
+                    array = StateArray(owner, type(part), field, number, leaves[number])
+                    its_arrays.append(array)
+    gathering = _nodes(state, lambda x: "mini_step" in getattr(x, "_fields", ()))
+    return Walk(tree, labels, optimizer_states(state), arrays, gathering)
 
 
 def optimizer_states(state: State) -> list[Any]:
@@ -84,14 +88,9 @@ def _is_optimizer_state(x: Any) -> bool:
     return type(x) in NAMES
 
 
-def _gathers_gradients(x: Any) -> bool:
-    return "mini_step" in getattr(type(x), "_fields", ())
-
-
 def has_rows_behind(part: Any) -> bool:
-    if part._asdict().get("clock") is None:
-        return False
-    return any(bool((x < part.count).any()) for x in jax.tree.leaves(part.clock.last))
+    clock = getattr(part, "clock", None)
+    return any((x < part.count).any() for x in jax.tree.leaves(clock and clock.last))
 
 
 def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> State:
@@ -138,8 +137,6 @@ def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
         count: jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_optimizer_state)
         for count, state in after.items()
     }
-    pairs: Any
-    tree: Any
     pairs, tree = flat[counts[0]]
     owners = [path for path, x in pairs if _is_optimizer_state(x)]
 
@@ -150,7 +147,8 @@ def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
         ]
         return max(zip(shared, counts, strict=True))[1]
 
-    return tree.unflatten(flat[nearest(path)][0][i][1] for i, (path, _) in enumerate(pairs))
+    merged = [flat[nearest(path)][0][i][1] for i, (path, _) in enumerate(pairs)]
+    return jax.tree.unflatten(tree, merged)
 
 
 def placed(x: jax.Array | np.ndarray, like: Any) -> Any:

@@ -1,6 +1,7 @@
 """Writing a checkpoint: the contents of its files, which appear all at once."""
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -84,70 +85,52 @@ def _files(
 # --- files that appear at once --------------------------------------------------------
 
 
-def write_checkpoint(
-    prefix: str,
-    save_id: str,
-    parts: Sequence[Part | None],
-    info: dict[str, Any],
-    sharded: bool,
-    state: tuple[str, str] | None = None,
-    processes: Processes = ALONE,
-) -> None:
-    """Write the files of a checkpoint, which replaces an older one at once.
+@dataclasses.dataclass
+class Save:
+    """One save of a checkpoint, which replaces an older one at once.
 
-    All processes write their files before the first one gives the files of all their names.
-    If one fails, the first deletes the files of all before any process raises.
-
-    Args:
-      prefix: its path.
-      save_id: the same in all processes.
-      parts: the contents of each file; None for those that other processes write.
-      info: what the first file says about the variables.
-      sharded: whether the files are shards.
-      state: path and text of a state file that is replaced at the same time.
-      processes: those that write the checkpoint.
-
-    Raises:
-      OSError: if they cannot be written. It says whether the checkpoint was saved; if not,
-        the old files are unchanged.
-      InvalidArgumentError: if the processes have other paths than the first.
+    All processes write their files under temporary names before the first one gives the
+    files of all their own. If one fails, the first deletes the files of all before any
+    process raises.
     """
-    save = _Save(prefix, save_id, len(parts), sharded, state, processes)
-    try:
-        with save.stage():
-            save.make_room()
-        with save.stage():
-            save.write(parts, info)
-        with save.stage():
-            save.publish()
-    finally:
-        save.tidy()
-        save.release_locks()
 
+    prefix: str  #: the path of the checkpoint.
+    save_id: str  #: the same in all processes.
+    parts: Sequence[Part | None]  #: of each file; None for those of other processes.
+    info: dict[str, Any]  #: what the first file says about the variables.
+    sharded: bool  #: whether the files are shards.
+    #: Path and text of a state file that is replaced at the same time.
+    state: tuple[str, str] | None = None
+    processes: Processes = ALONE  #: those that write the checkpoint.
 
-class _Save:
-    """One save: its files under temporary names, until they get their own at once."""
-
-    def __init__(
-        self,
-        prefix: str,
-        save_id: str,
-        num_files: int,
-        sharded: bool,
-        state: tuple[str, str] | None,
-        processes: Processes,
-    ) -> None:
-        self.prefix, self.save_id, self.directory = prefix, save_id, os.path.dirname(prefix)
-        self.state, self.processes = state, processes
-        processes.check_agreement(
-            f"{os.path.basename(prefix)!r} to save",
-            "give all processes one path and global_step",
-        )
-        shards = [files.shard_path(prefix, i, num_files) for i in range(num_files)]
-        self.paths = shards if sharded else [prefix]
-        published = self.paths if state is None else [*self.paths, state[0]]
+    def __post_init__(self) -> None:
+        self.directory, count = os.path.dirname(self.prefix), len(self.parts)
+        shards = [files.shard_path(self.prefix, i, count) for i in range(count)]
+        self.paths = shards if self.sharded else [self.prefix]
+        published = self.paths if self.state is None else [*self.paths, self.state[0]]
         self.temporaries = {p: files.temporary_path(p, self.save_id) for p in published}
         self.descriptors: dict[str, int] = {}  # of open files, which hold their locks
+
+    def run(self) -> None:
+        """Write the files, and give them their names.
+
+        Raises:
+          OSError: if they cannot be written. It says whether the checkpoint was saved; if
+            not, the old files are unchanged.
+          InvalidArgumentError: if the processes have other paths than the first.
+        """
+        self.processes.check_agreement(
+            f"{os.path.basename(self.prefix)!r} to save",
+            "give all processes one path and global_step",
+        )
+        try:
+            for action in (self.make_room, self.write, self.publish):
+                with self.stage():
+                    action()
+        finally:
+            self.tidy()
+            for descriptor in self.descriptors.values():
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -169,7 +152,7 @@ class _Save:
                 files.clean(self.directory, is_published)
             self._open(self.paths[0])
 
-    def write(self, parts: Sequence[Part | None], info: dict[str, Any]) -> None:
+    def write(self) -> None:
         """Write the files of this process, and the state file."""
         if not os.path.exists(self.temporaries[self.paths[0]]):
             raise InvalidArgumentError(
@@ -177,12 +160,12 @@ class _Save:
                 f"{self.directory or '.'!r} what process 0 has written there; give all a "
                 "directory that they share"
             )
-        for number, (part, path) in enumerate(zip(parts, self.paths, strict=True)):
+        for number, (part, path) in enumerate(zip(self.parts, self.paths, strict=True)):
             if part is None:
                 continue
             starts = {name: tensor.start for name, tensor in part.items()}
-            extra = {} if number else info
-            metadata = dump_info(self.save_id, number, len(parts), starts, extra)
+            extra = {} if number else self.info
+            metadata = dump_info(self.save_id, number, len(self.parts), starts, extra)
             write_tensors(self._open(path), part, {INFO_KEY: metadata})
         if self.state is not None and self.processes.is_first:
             path, text = self.state
@@ -215,10 +198,6 @@ class _Save:
             if not (is_published and path in self.paths):
                 with contextlib.suppress(OSError):
                     files.remove(temporary)
-
-    def release_locks(self) -> None:
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
 
     def _open(self, path: str) -> int:
         if path not in self.descriptors:

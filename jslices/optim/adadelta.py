@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
@@ -51,8 +51,7 @@ def adadelta(
       eps: keeps the roots away from zero.
       weight_decay: a number, or a schedule of the step; of touched rows. It is part of the
         gradient here (L2), not decoupled.
-      weight_decay_mask: bools in the structure of params or a prefix of it, or a function
-        from params to that: which of them decay.
+      weight_decay_mask: which parameters decay, the ``mask`` of :func:`jslices.adamw`.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
@@ -91,7 +90,7 @@ def adadelta(
     if exact:
         rule.check_fading("adadelta", rho=rho)
 
-        def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> tuple[Any, ...]:
+        def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> Arrays:
             return jnp.zeros_like(p), *(fading(rho, missed) * mean for mean in means)
 
         missed = MissedSteps(advance, learning_rate)
@@ -100,7 +99,7 @@ def adadelta(
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
+            def kernel(g: jax.Array, *rows: jax.Array) -> Arrays:
                 *p, e_g, e_x = rows
                 g = rule.with_decay(g, p[0], rate, step.count) if p else g
                 e_g = rule.decayed(e_g, g**2, rho)

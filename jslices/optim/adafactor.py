@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jslices._place.boundary import filled_like
 from jslices._slices import IndexedSlices
-from jslices._typing import Leaf, PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -80,8 +80,7 @@ def adafactor(
         the learning rate.
       eps: added to the squares.
       factored: False keeps the second moment whole.
-      weight_decay_mask: bools in the structure of params or a prefix of it, or a function
-        from params to that: which of them decay.
+      weight_decay_mask: which parameters decay, the ``mask`` of :func:`jslices.adamw`.
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
@@ -133,10 +132,6 @@ def adafactor(
         other=without_decay.rule(starts),
         mask=weight_decay_mask,
     )
-
-
-#: The update, then the new state: moments, and the momentum if there is one.
-Arrays = tuple[Leaf, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -62,7 +63,7 @@ def adagrad(
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, total: jax.Array) -> Arrays:
             total = rule.squared(g) + total
             scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
             return rule.scaled(size, scale * g), total

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Scalar, Schedule
+from jslices._typing import Arrays, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, step_moments, two_steps
@@ -91,7 +91,7 @@ def adam(
         size = step.size(learning_rate)
         direction = adam_direction(step, b1, b2, eps, eps_root, nesterov, eps_hat)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             u, mu, nu = direction(g, mu, nu)
             return rule.scaled(size, u), mu, nu
 
@@ -119,7 +119,7 @@ def adam_direction(
     correct_mu, correct_nu = step.correction(b1), step.correction(b2, root=eps_hat)
     correct_next = step.correction(b1, ahead=True) if nesterov else None
 
-    def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+    def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
         new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
         mu_hat = correct_mu(new_mu)
         if correct_next is not None:
@@ -153,9 +153,7 @@ def adam_missed(
             "the step of a row without gradients grows from step to step"
         )
 
-    def advance(
-        missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
         root, move = jnp.sqrt(nu), missed.decay * p
         for size, shrunk in two_steps(missed.sums):
             if isinstance(eps_root, int | float) and eps_root == 0:

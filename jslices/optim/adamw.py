@@ -1,10 +1,8 @@
 """Adam with decoupled weight decay."""
 
-from typing import Any
-
 import jax
 
-from jslices._typing import PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.adam import AdamState, adam_direction, adam_missed
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
@@ -77,7 +75,7 @@ def adamw(
             size = step.size(learning_rate)
             direction = adam_direction(step, b1, b2, eps, eps_root, nesterov, eps_hat)
 
-            def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
+            def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Arrays:
                 u, mu, nu = direction(g, *moments)
                 return rule.scaled(size, rule.with_decay(u, p, rate, step.count)), mu, nu
 
@@ -97,6 +95,6 @@ def adamw(
     return transformation(AdamState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)
 
 
-def only_decay(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
+def only_decay(missed: Missed, p: jax.Array, *state: jax.Array) -> Arrays:
     """Missed steps of an optimizer that is lazy but for its weight decay."""
     return (missed.decay * p, *state)

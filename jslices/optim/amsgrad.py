@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
@@ -79,9 +80,7 @@ def amsgrad(
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(
-            g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
-        ) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array) -> Arrays:
             new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
             mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
             nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu
@@ -97,7 +96,7 @@ def amsgrad(
 
         def advance(
             missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
-        ) -> tuple[Any, ...]:
+        ) -> Arrays:
             # Without gradients the corrected mean of squares only falls: its maximum stays.
             move = -missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
             return move, fading(b1, missed) * mu, fading(b2, missed) * nu, nu_max

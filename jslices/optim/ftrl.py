@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._rows.sums import widened
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -85,7 +86,7 @@ def ftrl(
 
         def kernel(
             g: jax.Array, p: jax.Array, accum: jax.Array, linear: jax.Array
-        ) -> tuple[jax.Array, ...]:
+        ) -> Arrays:
             dtypes = g.dtype, accum.dtype, linear.dtype
             # In 16 bits the differences below would lose up to four units of the result.
             g, p, accum, linear = map(widened, (g, p, accum, linear))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.adam import adam_direction
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
@@ -48,8 +48,7 @@ def lamb(
 
     Args:
       weight_decay: a number, or a schedule of the step; of touched rows.
-      mask: bools in the structure of params or a prefix of it, or a function from params to
-        that: which of them decay.
+      mask: which parameters decay, as in :func:`jslices.adamw`.
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
@@ -82,7 +81,7 @@ def lamb(
             size = step.size(learning_rate)
             direction = adam_direction(step, b1, b2, eps, eps_root)
 
-            def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Any:
+            def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Arrays:
                 u, mu, nu = direction(g, *moments)
                 u = rule.with_decay(u, p, rate, step.count)
                 return rule.scaled(size, u * trust_ratio(p, u, by_row)), mu, nu

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import PyTree, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
@@ -49,8 +49,7 @@ def lion(
       b2: decay of the mean.
       mu_dtype: dtype of ``mu``; None means that of the parameter.
       weight_decay: a number, or (unless rows catch up) a schedule of the step.
-      mask: bools in the structure of params or a prefix of it, or a function from params to
-        that: which of them decay.
+      mask: which parameters decay, as in :func:`jslices.adamw`.
       untouched: ``"lazy"`` or ``"exact"``, for the movement (see :mod:`jslices.optim`).
       weight_decay_mode: ``"touched"`` or ``"all"``, as in :func:`jslices.adamw`; a row that
         moves exactly decays in all steps.
@@ -94,7 +93,7 @@ def lion(
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
+            def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> Arrays:
                 direction = jnp.sign((1.0 - b1) * g + b1 * mu)
                 direction = rule.with_decay(direction, p, rate, step.count)
                 new_mu = rule.decayed(mu, g, b2).astype(mu.dtype)
@@ -109,7 +108,7 @@ def lion(
         rule.check_fading("lion", b1=b1, b2=b2)
         rule.check_decay("lion", learning_rate, rate)
 
-        def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> tuple[jax.Array, ...]:
+        def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> Arrays:
             if not exact:
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._typing import Arrays
 from jslices.optim.adam import adam_missed
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
@@ -75,7 +76,7 @@ def partial_rowwise_adam(
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             square = rule.row_mean(rule.squared(g))
             new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, square, b2)
             root = rule.per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
@@ -88,9 +89,7 @@ def partial_rowwise_adam(
     if exact:
         adam = adam_missed("partial_rowwise_adam", learning_rate, b1, b2, eps, 0.0)
 
-        def advance(
-            missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array
-        ) -> tuple[jax.Array, ...]:
+        def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             move, mu, rows = adam.advance(missed, p, mu, rule.per_row(nu, p))
             return move, mu, rows.reshape(nu.shape)
 

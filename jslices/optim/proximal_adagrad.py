@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
@@ -81,7 +82,7 @@ def proximal_adagrad(
     def update(step: Step) -> Kernel:
         rate: Any = rule.value_at(learning_rate, step.count)
 
-        def kernel(g: jax.Array, p: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, p: jax.Array, accum: jax.Array) -> Arrays:
             rule.check_real("proximal_adagrad", g)
             accum = accum + g**2
             size = rate / jnp.sqrt(accum)
@@ -95,7 +96,7 @@ def proximal_adagrad(
     if exact:
         constant: Any = learning_rate
 
-        def advance(missed: Missed, p: jax.Array, accum: jax.Array) -> tuple[Any, ...]:
+        def advance(missed: Missed, p: jax.Array, accum: jax.Array) -> Arrays:
             size = constant / jnp.sqrt(accum)
             if l2 == 0:
                 longer = -missed.steps * size * l1

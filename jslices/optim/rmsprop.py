@@ -1,16 +1,15 @@
 """RMSProp: gradients divided by their recent size."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._typing import Scalar, Schedule
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading
+from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
@@ -92,7 +91,7 @@ def rmsprop(
         size = step.size(learning_rate)
         correct = step.correction(decay) if bias_correction else lambda mean: mean
 
-        def kernel(g: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, *state: jax.Array) -> Arrays:
             old = dict(zip(starts, state, strict=True))
             new = {"nu": rule.decayed(old["nu"], rule.squared(g), decay)}
             square = correct(new["nu"])
@@ -116,31 +115,19 @@ def rmsprop(
     missed = None
     if exact:
         rule.check_fading("rmsprop", decay=decay, momentum=momentum)
-        carry = None if momentum is None else float(momentum)
-        missed = _missed_steps(learning_rate, float(decay), carry, nesterov, tuple(starts))
+
+        def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> Arrays:
+            old = dict(zip(starts, state, strict=True))
+            new = {name: fading(decay, missed) * x for name, x in old.items()}
+            move = jnp.zeros_like(p)
+            if momentum is not None:
+                move = missed.sums[0] * old["trace"]
+                new["trace"] = fading(momentum, missed) * old["trace"]
+            return move, *(new[name] for name in starts)
+
+        series: tuple[Series, ...] = ()
+        if momentum is not None:  # the trace has its learning rates in it
+            trace = momentum_series(float(momentum), nesterov, corrected=False)
+            series = (trace._replace(times_learning_rate=False),)
+        missed = MissedSteps(advance, learning_rate, series)
     return transformation(RmspropState, Rule(starts, update, missed=missed))
-
-
-def _missed_steps(
-    learning_rate: Scalar | Schedule,
-    decay: float,
-    momentum: float | None,
-    nesterov: bool,
-    names: Sequence[str],
-) -> MissedSteps:
-    """What missed steps do: all state fades, and the momentum moves the row on."""
-
-    def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> tuple[jax.Array, ...]:
-        old = dict(zip(names, state, strict=True))
-        new = {name: fading(decay, missed) * x for name, x in old.items()}
-        move = jnp.zeros_like(p)
-        if momentum is not None:
-            move = missed.sums[0] * old["trace"]
-            new["trace"] = fading(momentum, missed) * old["trace"]
-        return move, *(new[name] for name in names)
-
-    if momentum is None:
-        return MissedSteps(advance, learning_rate)
-    ahead = momentum if nesterov else 1.0
-    series = Series(momentum, lambda steps: ahead, times_learning_rate=False)
-    return MissedSteps(advance, learning_rate, (series,))

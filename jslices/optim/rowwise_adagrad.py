@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -68,7 +69,7 @@ def rowwise_adagrad(
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, total: jax.Array) -> Arrays:
             total = total + rule.row_mean(rule.squared(g))
             root = rule.per_row(jnp.sqrt(total), g) + eps
             return rule.scaled(size, jnp.where(root > 0, g / root, 0.0)), total

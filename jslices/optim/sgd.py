@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
@@ -69,7 +70,7 @@ def sgd(
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, *traces: jax.Array) -> tuple[jax.Array, ...]:
+        def kernel(g: jax.Array, *traces: jax.Array) -> Arrays:
             if momentum is None:
                 return (rule.scaled(size, g),)
             (trace,) = traces
@@ -85,7 +86,7 @@ def sgd(
     if exact:
         rule.check_fading("sgd", momentum=momentum)
 
-        def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> tuple[Any, ...]:
+        def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> Arrays:
             return -missed.sums[0] * trace, fading(momentum, missed) * trace
 
         series = momentum_series(momentum, nesterov, corrected=False)

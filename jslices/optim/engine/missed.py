@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._typing import Scalar, Schedule
+from jslices._typing import Arrays, Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first.
 NEGLIGIBLE = 1e-9
@@ -37,8 +37,6 @@ ROUNDING = 1e-6
 MOST_STEPS = 1 << 17
 
 
-#: Vectors of the same length.
-Columns = tuple[jax.Array, ...]
 #: Numbers of steps, counted from 1: of JAX in a program, of NumPy for what is a constant.
 Steps = jax.Array | np.ndarray
 
@@ -56,7 +54,7 @@ class Missed(NamedTuple):
     """Sums over the missed steps of some rows, each ``[n, 1, ...]``, one number a row."""
 
     steps: jax.Array  #: the number of steps, int32.
-    sums: tuple[jax.Array, ...]  #: one for each series.
+    sums: Arrays  #: one for each series.
     decay: Any  #: what weight decay adds to the row, as a share of it; 0.0 without.
     run: Any  #: the sum of log(1 - lr * weight_decay), or of lr without weight decay.
 
@@ -74,7 +72,7 @@ class MissedSteps:
       run: whether :attr:`Missed.run` is needed though there is no weight decay.
     """
 
-    advance: Callable[..., tuple[jax.Array, ...]]
+    advance: Callable[..., Arrays]
     learning_rate: Scalar | Schedule
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
@@ -126,11 +124,11 @@ class MissedSteps:
     # Scalars and small tables: compiled, or an eager step would dispatch dozens of them.
 
     @functools.cached_property
-    def snapshot(self) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    def snapshot(self) -> Callable[[jax.Array, jax.Array], Arrays]:
         """``snapshot(count, run)``: the numbers kept with a row that has done ``count``
         steps."""
 
-        def snapshot(count: jax.Array, run: jax.Array) -> tuple[jax.Array, ...]:
+        def snapshot(count: jax.Array, run: jax.Array) -> Arrays:
             series = self.series if self.keeps_series else ()
             kept = tuple(self._tail_sum(each, count) for each in series)
             return (*kept, run[0], run[1]) if self.keeps_run else kept
@@ -138,11 +136,11 @@ class MissedSteps:
         return jax.jit(snapshot, inline=True)
 
     @functools.cached_property
-    def table(self) -> Callable[[jax.Array], Columns]:
+    def table(self) -> Callable[[jax.Array], Arrays]:
         """``table(count)``: for each series its sums ``[steps]`` over the last 0, 1, ...
         steps."""
 
-        def table(count: jax.Array) -> Columns:
+        def table(count: jax.Array) -> Arrays:
             return tuple(self._head_sums(count)) if self.series else ()
 
         return jax.jit(table, inline=True)
@@ -151,7 +149,7 @@ class MissedSteps:
         self,
         count: jax.Array,
         run: jax.Array,
-        tables: tuple[Columns, Columns],
+        tables: tuple[Arrays, Arrays],
         last: jax.Array,
         snapshot: Sequence[jax.Array],
     ) -> Missed:
@@ -206,7 +204,7 @@ class MissedSteps:
         """The step from which on the weights of the series no longer change."""
         return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
 
-    def after_each(self) -> Columns:
+    def after_each(self) -> Arrays:
         """For each series :meth:`_tail_sum` after 0, 1, ... steps unscheduled: ``[steps]``.
 
         Columns of their own, as a TPU pads rows to 128 numbers.
@@ -338,7 +336,7 @@ def _at_each(value: Scalar | Schedule, steps: Steps) -> Any:
     return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
 
 
-def _read(columns: Columns, rows: jax.Array) -> tuple[jax.Array, ...]:
+def _read(columns: Arrays, rows: jax.Array) -> Arrays:
     """The numbers ``[n]`` in each of some columns, whose last number goes on for ever."""
     return tuple(
         column.at[jnp.minimum(rows, column.shape[0] - 1)].get(mode="promise_in_bounds")

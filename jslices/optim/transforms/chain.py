@@ -1,7 +1,6 @@
 """Transformations one after the other."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 
@@ -9,12 +8,7 @@ from jslices._typing import Gradients, Key, Params, PyTree, State, Transformatio
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, widening
 from jslices.optim.engine.transformation import check_links
-from jslices.optim.transforms.base import (
-    as_transformation,
-    inside_of,
-    stateless,
-    wrapped,
-)
+from jslices.optim.transforms.base import as_transformation, catching_up, stateless
 
 
 @combinator
@@ -65,24 +59,29 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         check_links(state, len(links))
         return state[-1]
 
-    def update(
-        grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
+    def in_turn(
+        grads: Gradients, states: State, params: Params, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        check_links(state, len(links))
-        return _in_turn(links, grads, state, params, **extra_args)
+        new = []
+        for tx, state in zip(before, states, strict=True):
+            grads, state = tx.update(grads, state, params, **extra_args)
+            new.append(state)
+        return grads, tuple(new)
 
-    def apply(
+    def run(
+        name: str,
         grads: Gradients,
         state: State,
-        params: Params,
-        key: Key | None = None,
+        params: Params = None,
+        *key: Key,
         **extra_args: PyTree,
-    ) -> tuple[Params, State]:
+    ) -> tuple[PyTree, State]:
+        """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
         check_links(state, len(links))
-        first = widening(functools.partial(_in_turn, before), key)
+        first = widening(in_turn, key[0] if key else None)
         grads, new = first(grads, state[:-1], params, **extra_args)
-        params, part = last.apply(grads, state[-1], params, key, **extra_args)
-        return params, (*new, part)
+        result, part = getattr(last, name)(grads, state[-1], params, *key, **extra_args)
+        return result, (*new, part)
 
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """That of the last link which steps a gradient by a plan."""
@@ -93,26 +92,6 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             is_leaf=lambda x: x is None,
         )
 
-    return wrapped(
-        init,
-        inside_of(last, part, lambda state, part: (*state[:-1], part)),
-        catches_up=last.catches_up,
-        update=update,
-        apply=apply,
-        plan=plan,
-        peeks=last.peeks,
-    )
-
-
-def _in_turn(
-    links: Sequence[GradientTransformation],
-    grads: Gradients,
-    states: Sequence[State],
-    params: Params,
-    **extra_args: PyTree,
-) -> tuple[Gradients, tuple[State, ...]]:
-    new = []
-    for tx, state in zip(links, states, strict=True):
-        grads, state = tx.update(grads, state, params, **extra_args)
-        new.append(state)
-    return grads, tuple(new)
+    late = catching_up(last, part, lambda state, part: (*state[:-1], part))
+    update, apply = (functools.partial(run, name) for name in ("update", "apply"))
+    return GradientTransformation(init, update, apply=apply, plan=plan, **late)

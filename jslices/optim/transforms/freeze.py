@@ -1,6 +1,7 @@
 """Rows of tables that never move, whatever the optimizer and the gradient."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,15 +14,11 @@ from jslices._arguments import check_array
 from jslices._jax import flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices, is_slices
-from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
+from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
-from jslices.optim.transforms.prefix import (
-    is_leaf_or_masked,
-    map_with_prefix,
-    values_of_prefix,
-)
+from jslices.optim.engine.protocol import is_leaf
+from jslices.optim.transforms import base
 from jslices.optim.transforms.rows import only_rows
 
 #: Which rows never move: bools ``[V]``, or a function of row numbers.
@@ -83,8 +80,9 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     """
     if not hasattr(tx, "update"):
         return _frozen_state(tx, frozen)
-    tx = as_transformation("freeze_rows", tx)
-    each = functools.partial(_each, frozen)
+    tx = base.as_transformation("freeze_rows", tx)
+    each = functools.partial(base.map_with_prefix, ARGUMENT, frozen)
+    bits_of = functools.partial(base.values_of_prefix, ARGUMENT, frozen)
 
     def marked(state: State) -> State:
         """The state, in which frozen rows have missed nothing and never will."""
@@ -94,21 +92,18 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         each(lambda p, bits: _check(bits, jnp.shape(p)), params)
         return marked(tx.init(params))
 
-    def prepared(grads: Gradients, state: State) -> tuple[Gradients, State, list[Any]]:
-        """Gradients without frozen rows, the state, and what is frozen of arrays."""
-        leaves = flatten(grads, is_leaf=is_leaf_or_masked)[0]
-        rows = values_of_prefix(ARGUMENT, frozen, grads)
-        of_arrays = [
-            None if is_leaf_or_masked(g) else x for g, x in zip(leaves, rows, strict=True)
-        ]
-        if any(bits is not None for bits in of_arrays):
+    def prepared(grads: Gradients, state: State) -> tuple[Gradients, State]:
+        """Gradients without frozen rows, and the state."""
+        leaves = flatten(grads, is_leaf=base.is_leaf_or_masked)[0]
+        arrays = [not base.is_leaf_or_masked(g) for g in leaves]
+        if any(x is not None for x in itertools.compress(bits_of(grads), arrays)):
             state = marked(state)  # of arrays, rows that did not catch up would be refused
-        return each(_without_frozen, grads), state, of_arrays
+        return each(_without_frozen, grads), state
 
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        grads, state, _ = prepared(grads, state)
+        grads, state = prepared(grads, state)
         updates, state = tx.update(grads, state, params, **extra_args)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         return each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates), state
@@ -120,28 +115,20 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         key: Key | None = None,
         **extra_args: PyTree,
     ) -> tuple[Params, State]:
-        grads, state, of_arrays = prepared(grads, state)
+        grads, state = prepared(grads, state)
         new, state = tx.apply(grads, state, params, key, **extra_args)
-        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
-        pairs = zip(of_arrays, leaves, structure.flatten_up_to(new), strict=True)
-        kept = [x if bits is None else _kept(x, True, bits, p) for bits, p, x in pairs]
-        return structure.unflatten(kept), state
+
+        def kept(now: jax.Array, bits: Frozen, grad: Leaf, param: jax.Array) -> jax.Array:
+            return now if is_leaf(grad) else _kept(now, bits, True, param)
+
+        return each(kept, new, grads, params), state
 
     def peek(params: Params, state: State, rows: PyTree) -> PyTree:
-        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
-        now = structure.flatten_up_to(tx.peek(params, state, rows))
-        columns = structure.flatten_up_to(rows), values_of_prefix(ARGUMENT, frozen, params)
-        pairs = zip(now, *columns, leaves, strict=True)
-        return structure.unflatten(
-            [
-                x if x is None or bits is None else _kept(x, i, bits, p)
-                for x, i, bits, p in pairs
-            ]
-        )
+        return each(_kept, tx.peek(params, state, rows), rows, params)
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        leaves, structure = flatten(params, is_leaf=is_leaf_or_masked)
-        columns = structure.flatten_up_to(ids), values_of_prefix(ARGUMENT, frozen, params)
+        leaves, structure = flatten(params, is_leaf=base.is_leaf_or_masked)
+        columns = structure.flatten_up_to(ids), bits_of(params)
         if any(x is True for x in columns[0]):
             state = marked(state)
         rows = [
@@ -153,17 +140,10 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     def flush(params: Params, state: State) -> tuple[Params, State]:
         return tx.flush(params, marked(state))
 
-    return wrapped(
-        init,
-        inside_of(tx),
-        catches_up=tx.catches_up,
-        update=update,
-        apply=apply,
-        catch_up=catch_up,
-        flush=flush,
-        peek=peek,
-        peeks=tx.peeks,
-    )
+    frozen_tx = tx.replace(init=init, update=update, apply=apply, check=None)
+    if tx.catches_up:
+        frozen_tx = frozen_tx.replace(catch_up=catch_up, flush=flush)
+    return frozen_tx.replace(peek=peek) if tx.peeks else frozen_tx
 
 
 def _frozen_state(state: State, frozen: PyTree) -> State:
@@ -175,7 +155,9 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
         tables.append(last)
         return _marked(last, bits)
 
-    new = _with_clocks(state, lambda last: _each(frozen, mark, last))
+    new = _with_clocks(
+        state, lambda last: base.map_with_prefix(ARGUMENT, frozen, mark, last)
+    )
     if len(tables) < len(jax.tree.leaves(frozen)):
         raise TypeError(
             "freeze_rows wants an optimizer, or the state of an optimizer with "
@@ -184,11 +166,6 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
             "which holds for any optimizer, and then tx.init(params)"
         )
     return new
-
-
-def _each(frozen: PyTree, f: Callable[[jax.Array, Frozen], PyTree], tree: PyTree) -> PyTree:
-    """``tree``, which mirrors the parameters, with ``f(leaf, frozen)`` for tables."""
-    return map_with_prefix(ARGUMENT, f, frozen, tree)
 
 
 def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:
@@ -223,11 +200,6 @@ def _free(bits: Frozen) -> Frozen:
     return (lambda rows: ~bits(rows)) if callable(bits) else ~jnp.asarray(bits)
 
 
-def _frozen(bits: Frozen, rows: jax.Array) -> jax.Array:
-    """bool, of the shape of ``rows``, numbers in ``[0, V)``: whether they are frozen."""
-    return bits(rows) if callable(bits) else jnp.asarray(bits).reshape(-1)[rows]
-
-
 def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
     if not callable(bits):
         return jnp.where(per_row(jnp.asarray(bits), last), FROZEN, last)
@@ -241,7 +213,7 @@ def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
 
 
 def _kept(
-    now: jax.Array, ids: IndexedSlices | ArrayLike | bool, bits: Frozen, param: jax.Array
+    now: jax.Array, bits: Frozen, ids: IndexedSlices | ArrayLike | bool, param: jax.Array
 ) -> jax.Array:
     """Rows ``now`` of a parameter, all of them or those of ``ids``; frozen ones stay."""
     if ids is True:
@@ -263,7 +235,8 @@ def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ..
         return ids  # which catch_up refuses
     num_rows, ids = shape[0], jnp.asarray(ids).reshape(-1)
     near = jnp.clip(ids, 0, max(num_rows - 1, 0))
-    return jnp.where(_frozen(bits, near), num_rows, ids)
+    stay = bits(near) if callable(bits) else jnp.asarray(bits).reshape(-1)[near]
+    return jnp.where(stay, num_rows, ids)
 
 
 def _with_clocks(state: State, mark: Callable[[PyTree], PyTree]) -> State:

@@ -16,14 +16,10 @@ from jslices._jax import flatten, is_symbolic
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.access import room_for_distinct, rows_numbered, set_rows, where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
-from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
+from jslices._typing import Arrays, Gradients, Leaf, Params, PyTree, State, Transformation
+from jslices.optim.engine import protocol
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import (
-    GradientTransformation,
-    is_leaf,
-    paths_of,
-    shardings_of_update,
-)
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.step import Plan, read_rows
 from jslices.optim.engine.transformation import check_structure, checked_gradient
 
@@ -79,7 +75,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        run = on_any_mesh(shardings_of_update)(lifted.update)
+        run = on_any_mesh(protocol.shardings_of_update)(lifted.update)
         return run(grads, state, params, extra_args)
 
     return GradientTransformation(lifted.init, update, plan=lifted.plan)
@@ -109,7 +105,7 @@ class _Lifted:
         check_structure("from_optax", state, structure)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
-        checked = map(checked_gradient, paths_of(tree), leaves, arrays)
+        checked = map(checked_gradient, protocol.paths_of(tree), leaves, arrays)
         touched = [deduplicated(g) if is_slices(g) else g for g in checked]
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)):
@@ -205,21 +201,20 @@ class _Rows:
         return self._each(state, self.read, self._refuse_rows)
 
     def write_state(self, state: State, new: State) -> State:
-        structure = flatten(state, is_leaf=self.mirrors)[1]
-        parts = iter(structure.flatten_up_to(new))
-        return self._each(
-            state, lambda part: self.write(part, next(parts)), lambda _: next(parts)
-        )
+        return self._each(state, self.write, lambda old, new: new, new)
 
     def _each(
         self,
         state: State,
-        mirrored: Callable[[PyTree], PyTree],
-        other: Callable[[PyTree], PyTree],
+        mirrored: Callable[..., PyTree],
+        other: Callable[..., PyTree],
+        *states: State,
     ) -> State:
+        """``mirrored`` of the parts that mirror the parameters, ``other`` of the rest."""
         return jax.tree.map(
-            lambda part: mirrored(part) if self.mirrors(part) else other(part),
+            lambda part, *more: (mirrored if self.mirrors(part) else other)(part, *more),
             state,
+            *states,
             is_leaf=self.mirrors,
         )
 
@@ -373,7 +368,7 @@ def _difference(
     grads: Sequence[Leaf],
     tree: PyTreeDef,
     extra: dict[str, PyTree],
-    arrays: Sequence[tuple[jax.Array, ...]],
+    arrays: Sequence[Arrays],
     touched: jax.Array,
 ) -> jax.Array:
     """How far the updates of the two rows differ, relative to the largest."""

@@ -4,50 +4,30 @@ The gradients are gathered in *buffers*: for a dense leaf its sum, for slices th
 gradients side by side, ``[k, K, *D]``. Nothing has the size of a table.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jax.tree_util import PyTreeDef
 
 from jslices._jax import flatten
 from jslices._place.boundary import filled_like, row_major_tables, split_by
-from jslices._rows.access import (
-    canonical_indices,
-    empty_index,
-    index_dtype,
-    rows_numbered,
-)
+from jslices._rows import access
+from jslices._rows.sums import widened
 from jslices._slices import Facts, check_slices, is_slices, slices_of
-from jslices._typing import (
-    Aval,
-    Gradients,
-    Key,
-    Leaf,
-    Params,
-    PyTree,
-    State,
-    Transformation,
-)
+from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
+from jslices.optim.engine import protocol
 from jslices.optim.engine.arguments import PositiveCount
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import (
-    GradientTransformation,
-    has_no_rows,
-    is_leaf,
-    paths_of,
-)
+from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.accumulate import merge_leaf
-from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
-from jslices.optim.transforms.norms import widened
-
-R = TypeVar("R")
+from jslices.optim.transforms.base import as_transformation, catching_up
 
 
 class MultiStepsState(NamedTuple):
@@ -122,35 +102,26 @@ def multi_steps(
         inner = opt.init(params)
         return MultiStepsState(zero_count(), zero_count(), inner, buffers.empty(params))
 
-    def update(
-        grads: Gradients, state: MultiStepsState, params: Params = None, **extra: PyTree
-    ) -> tuple[Gradients, MultiStepsState]:
-        acc, due = buffers.gather(grads, state)
-
-        def step(inner: State) -> tuple[Gradients, State]:
-            return opt.update(buffers.total(acc), inner, params, **extra)
-
-        def wait(inner: State) -> tuple[Gradients, State]:
-            shapes, _ = jax.eval_shape(step, inner)
-            return jax.tree.map(_nothing, shapes, is_leaf=is_leaf), inner
-
-        updates, inner = _cond(due, step, wait, state.inner_opt_state)
-        return updates, _counted(state, due, inner, acc)
-
-    def apply(
+    def run(
+        name: str,
+        wait: Callable[..., tuple[PyTree, State]],
         grads: Gradients,
         state: MultiStepsState,
-        params: Params,
-        key: Key | None = None,
+        params: Params = None,
+        *key: Key,
         **extra: PyTree,
-    ) -> tuple[Params, MultiStepsState]:
+    ) -> tuple[PyTree, MultiStepsState]:
+        """``update`` or ``apply`` of ``opt`` if a step is due, else ``wait``."""
         acc, due = buffers.gather(grads, state)
 
-        def step(params: Params, inner: State) -> tuple[Params, State]:
-            return opt.apply(buffers.total(acc), inner, params, key, **extra)
+        def step(params: Params, inner: State) -> tuple[PyTree, State]:
+            return getattr(opt, name)(buffers.total(acc), inner, params, *key, **extra)  # type: ignore[no-any-return]
 
-        params, inner = _cond(due, step, _unchanged, params, state.inner_opt_state)
-        return params, _counted(state, due, inner, acc)
+        wait = functools.partial(wait, step)
+        result, inner = _cond(due, step, wait, params, state.inner_opt_state)
+        n = jnp.where(due, 0, state.mini_step + 1)
+        steps = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
+        return result, MultiStepsState(n, steps, inner, acc)
 
     def part(state: State) -> State:
         check_fields("multi_steps", state, MultiStepsState)
@@ -161,27 +132,25 @@ def multi_steps(
         total = jax.eval_shape(lambda p: buffers.total(buffers.empty(p)), params)
         return opt.plan(total, params, platform)
 
-    return wrapped(
-        init,
-        inside_of(opt, part, lambda state, part: state._replace(inner_opt_state=part)),
-        catches_up=opt.catches_up,
-        update=update,
-        apply=apply,
-        plan=plan,
-        peeks=opt.peeks,
-    )
+    whole = lambda state, part: state._replace(inner_opt_state=part)  # noqa: E731
+    late = catching_up(opt, part, whole)
+    update = functools.partial(run, "update", _no_updates)
+    apply = functools.partial(run, "apply", _unchanged)
+    return GradientTransformation(init, update, apply=apply, plan=plan, **late)
 
 
-def _unchanged(params: Params, inner: State) -> tuple[Params, State]:
+def _no_updates(
+    step: Callable[..., tuple[Gradients, State]], params: Params, inner: State
+) -> tuple[Gradients, State]:
+    shapes, _ = jax.eval_shape(step, params, inner)
+    return jax.tree.map(_nothing, shapes, is_leaf=is_leaf), inner
+
+
+def _unchanged(
+    step: Callable[..., Any], params: Params, inner: State
+) -> tuple[Params, State]:
+    del step
     return params, inner
-
-
-def _counted(
-    state: MultiStepsState, due: jax.Array, inner: State, acc: PyTree
-) -> MultiStepsState:
-    n = jnp.where(due, 0, state.mini_step + 1)
-    steps = jnp.where(due, next_count(state.gradient_step), state.gradient_step)
-    return MultiStepsState(n, steps, inner, acc)
 
 
 class _Buffers:
@@ -201,14 +170,26 @@ class _Buffers:
         """The buffers with ``grads`` as well, and whether a step is due."""
         check_fields("multi_steps", state, MultiStepsState)
         leaves, structure = flatten(grads, is_leaf=is_leaf)
-        if structure == self.structure:
-            leaves = [
-                _nothing(example) if has_no_rows(x) and example is not None else x
-                for x, example in zip(leaves, self.examples, strict=True)
-            ]
-        self._check(leaves, structure)
-        n, old = state.mini_step, structure.flatten_up_to(state.acc_grads)
-        new = [_put(x, buffer, n) for x, buffer in zip(leaves, old, strict=True)]
+        if structure != self.structure:
+            raise ValueError(
+                f"multi_steps was made for gradients {_shapes(self.examples)} in "
+                f"{self.structure}, got {_shapes(leaves)} in {structure}; make it with a "
+                "gradient like these"
+            )
+        n, old, new = state.mini_step, structure.flatten_up_to(state.acc_grads), []
+        for path, x, example, buffer in zip(
+            protocol.paths_of(structure), leaves, self.examples, old, strict=True
+        ):
+            if protocol.has_no_rows(x) and example is not None:
+                x = _nothing(example)
+            if is_slices(x):
+                check_slices(x)
+            if not _alike(x, example):
+                raise ValueError(
+                    f"multi_steps was made for a gradient {_shapes([example])}{path}, got "
+                    f"{_shapes([x])}; make it with a gradient like this"
+                )
+            new.append(_put(x, buffer, n))
         return structure.unflatten(new), n == self.k - 1
 
     def total(self, buffers: PyTree) -> Gradients:
@@ -216,44 +197,24 @@ class _Buffers:
         pairs = zip(self.structure.flatten_up_to(buffers), self.examples, strict=True)
         return self.structure.unflatten([_total(b, x, self.divisor) for b, x in pairs])
 
-    def _check(self, leaves: Sequence[Leaf], structure: PyTreeDef) -> None:
-        """Refuses gradients unlike the one that the buffers were made for."""
-        for x in filter(is_slices, leaves):
-            check_slices(x)
-        if structure != self.structure:
-            raise ValueError(
-                f"multi_steps was made for gradients {_shapes(self.examples)} in "
-                f"{self.structure}, got {_shapes(leaves)} in {structure}; make it with a "
-                "gradient like these"
-            )
-        for path, x, example in zip(
-            paths_of(structure), leaves, self.examples, strict=True
-        ):
-            if not _alike(x, example):
-                raise ValueError(
-                    f"multi_steps was made for a gradient {_shapes([example])}{path}, got "
-                    f"{_shapes([x])}; make it with a gradient like this"
-                )
-
 
 def _cond(
-    due: jax.Array, step: Callable[..., R], wait: Callable[..., R], *args: PyTree
-) -> R:
+    due: jax.Array, step: Callable[..., Any], wait: Callable[..., Any], *args: PyTree
+) -> Any:
     """``lax.cond``; without a trace one branch is run as it is, and raises what it does."""
     if isinstance(due, jax.core.Tracer):
-        result: R = row_major_tables(lax.cond(due, step, wait, *args))
-        return result
+        return row_major_tables(lax.cond(due, step, wait, *args))
     return step(*args) if due else wait(*args)
 
 
-def _nothing(shape: Aval | None) -> Leaf:
+def _nothing(shape: Leaf) -> Leaf:
     """An update of this shape that moves nothing."""
     if shape is None:
         return None
     if not is_slices(shape):
         return jnp.zeros(shape.shape, shape.dtype)
     values, indices = shape.values, shape.indices
-    empty = empty_index(shape.num_rows, indices.dtype)
+    empty = access.empty_index(shape.num_rows, indices.dtype)
     # Both branches of a cond return the same type, with the same placement.
     values = jnp.zeros(values.shape, values.dtype)
     indices = jnp.full(indices.shape, empty, indices.dtype)
@@ -276,8 +237,8 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
             f"of shape {example.dense_shape}, and tx.init got one of shape {shape}"
         )
     rows = jnp.zeros((k, *values.shape), values.dtype)
-    num_rows = rows_numbered(shape, axes)
-    dtype = index_dtype(num_rows, np.dtype(indices.dtype))
+    num_rows = access.rows_numbered(shape, axes)
+    dtype = access.index_dtype(num_rows, np.dtype(indices.dtype))
     entries = jnp.full((k, *indices.shape), num_rows, dtype)
     placement = example.facts.placement
     if placement is not None:
@@ -299,7 +260,7 @@ def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
             f"parameter has shape {buffer.dense_shape}, and row_axes are {grad.row_axes} "
             f"and {buffer.row_axes}"
         )
-    indices = canonical_indices(grad.indices, buffer.num_rows)
+    indices = access.canonical_indices(grad.indices, buffer.num_rows)
     put = lambda old, new: lax.dynamic_update_index_in_dim(old, new, n, 0)  # noqa: E731
     parts = put(buffer.values, grad.values), put(buffer.indices, indices)
     return jax.tree.unflatten(jax.tree.structure(buffer), parts)

@@ -11,15 +11,8 @@ import jax.numpy as jnp
 
 from jslices._arguments import check_array
 from jslices._jax import flatten
-from jslices._rows.sums import widened as widened
-from jslices._slices import (
-    IndexedSlices,
-    as_array,
-    deduplicated,
-    is_slices,
-    one_program,
-    slices_of,
-)
+from jslices._rows.sums import widened
+from jslices._slices import as_array, deduplicated, is_slices, one_program, slices_of
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf, paths_of
 
@@ -144,9 +137,9 @@ def as_leaf(x: Leaf, name: str = "a tree of gradients") -> Any:
     return slices_of(values, indices, x.dense_shape, x.facts)
 
 
-def one_leaf(x: Leaf, call: str, argument: str = "t") -> Any:
-    """An argument that is one array or one IndexedSlices, in JAX arrays."""
-    name = f"{call}({argument}=...)"
+def one_leaf(x: Leaf, call: str) -> Any:
+    """The argument ``t``, one array or one IndexedSlices, in JAX arrays."""
+    name = f"{call}(t=...)"
     if not is_slices(x):
         check_array(name, x, "an array or IndexedSlices")
     return as_leaf(x, name)
@@ -154,7 +147,7 @@ def one_leaf(x: Leaf, call: str, argument: str = "t") -> Any:
 
 def values_of(x: Leaf) -> jax.Array:
     """The array, or the rows that slices store."""
-    return x.values if isinstance(x, IndexedSlices) else x
+    return x.values if is_slices(x) else x
 
 
 def coalesced_leaves(caller: str, tree: PyTree) -> list[Any]:

@@ -6,18 +6,26 @@ transformation sees the whole tree, with an empty node, :class:`MaskedNode`, in 
 every parameter that is not its own.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from jslices._jax import broadcast_prefix, flatten
-from jslices._typing import Gradients, Params, PyTree, State, Transformation
+from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf, paths_of
 from jslices.optim.engine.transformation import check_fields
-from jslices.optim.transforms.base import Call, as_transformation, stateless, wrapped
+from jslices.optim.transforms.base import as_transformation, stateless
+
+#: ``call(tx, share, state) -> (result, state)``, a function of one of the transformations;
+#: ``share`` makes its share of a tree that mirrors the parameters, or of None.
+_Share = Callable[[PyTree], PyTree]
+_Result = tuple[PyTree, State]
+_Call = Callable[[GradientTransformation, _Share, State], _Result]
 
 
 class MaskedNode(NamedTuple):
@@ -92,7 +100,7 @@ def partition(
             "partition(transforms=...) wants a dict from labels to transformations, got a "
             f"{type(transforms).__name__}"
         )
-    return _by_label(
+    return _ByLabel(
         "partition(param_labels=...)",
         {label: as_transformation("partition", tx) for label, tx in transforms.items()},
         param_labels,
@@ -100,7 +108,7 @@ def partition(
         lambda states: PartitionState({k: MaskedState(s) for k, s in states.items()}),
         lambda state: {k: part.inner_state for k, part in state.inner_states.items()},
         mask_compatible_extra_args,
-    )
+    ).transformation()
 
 
 @combinator
@@ -139,7 +147,7 @@ def masked(
 
     Source: ``optax.masked``, which calls mask functions with the gradients.
     """
-    return _by_label(
+    return _ByLabel(
         "masked(mask=...)",
         {True: as_transformation("masked", inner), False: stateless(lambda grads: grads)},
         mask,
@@ -147,96 +155,145 @@ def masked(
         lambda states: MaskedState(states[True]),
         lambda state: {True: state.inner_state, False: ()},
         mask_compatible_extra_args,
-    )
+    ).transformation()
 
 
-def _by_label(
-    argument: str,
-    transforms: Mapping[Hashable, GradientTransformation],
-    labels: PyTree,
-    state_type: type[tuple[State, ...]],
-    pack: Callable[[dict[Hashable, State]], State],
-    unpack: Callable[[State], Mapping[Hashable, State]],
-    mask_extra_args: bool,
-) -> GradientTransformation:
-    """The transformation that runs each of ``transforms`` on the leaves of its label.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ByLabel:
+    """Runs each of ``transforms`` on the leaves of its label.
 
     ``pack`` makes a ``state_type`` of a dict of states; ``unpack`` is its inverse.
     """
 
-    def init(params: Params) -> State:
-        if not flatten(params, is_leaf=is_leaf)[0]:
+    argument: str
+    transforms: Mapping[Hashable, GradientTransformation]
+    labels: PyTree
+    state_type: type[tuple[State, ...]]
+    pack: Callable[[dict[Hashable, State]], State]
+    unpack: Callable[[State], Mapping[Hashable, State]]
+    mask_extra_args: bool
+
+    def transformation(self) -> GradientTransformation:
+        late = [tx for tx in self.transforms.values() if tx.catches_up]
+        return GradientTransformation(
+            self.init,
+            functools.partial(self._step, "update"),
+            functools.partial(self._caught_up, "catch_up") if late else None,
+            functools.partial(self._caught_up, "flush") if late else None,
+            functools.partial(self._step, "apply"),
+            self.plan,
+            self.peek if late and all(tx.peeks for tx in late) else None,
+        )
+
+    def init(self, params: Params) -> State:
+        if flatten(params, is_leaf=is_leaf)[0]:
+            of = self._parts(params).of
+        else:
             # Without parameters, or for the node that optax.tree.map_params has in place of
             # all of them, the tree goes to every transformation, whatever the labels are.
-            return pack({label: tx.init(params) for label, tx in transforms.items()})
-        parts = _Parts(argument, transforms, labels, params)
-        return pack({k: tx.init(parts.of(k, params)) for k, tx in transforms.items()})
+            of = lambda label, tree: tree  # noqa: E731
+        return self.pack({k: tx.init(of(k, params)) for k, tx in self.transforms.items()})
 
-    def inside(
-        call: Call, state: State, params: Params, grads: Gradients = None
-    ) -> tuple[PyTree, State]:
-        check_fields(argument, state, state_type)
-        parts, states = _Parts(argument, transforms, labels, params, grads), unpack(state)
+    def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
+        call: _Call = lambda tx, share, state: (  # noqa: E731
+            tx.plan(share(grads), share(params), platform),
+            state,
+        )
+        return self._each(call, jax.eval_shape(self.init, params), params)[0]
+
+    def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
+        def call(tx: GradientTransformation, share: _Share, state: State) -> _Result:
+            mine = share(rows)
+            if not tx.peeks:
+                return jax.tree.map(lambda x: None, mine, is_leaf=is_leaf), state
+            return tx.peek(share(params), state, mine), state
+
+        return self._each(call, state, params)[0]
+
+    def _step(
+        self,
+        name: str,
+        grads: Gradients,
+        state: State,
+        params: Params = None,
+        *key: Key | None,
+        **extra_args: PyTree,
+    ) -> _Result:
+        """``update`` or ``apply`` of each."""
+
+        def call(tx: GradientTransformation, share: _Share, state: State) -> _Result:
+            extra = {
+                k: _share_of(share, x) if self.mask_extra_args or k == "peeked" else x
+                for k, x in extra_args.items()
+            }
+            return getattr(tx, name)(share(grads), state, share(params), *key, **extra)
+
+        return self._each(call, state, params, grads)
+
+    def _caught_up(self, name: str, params: Params, state: State, *ids: PyTree) -> _Result:
+        """``catch_up`` or ``flush`` of each."""
+
+        def call(tx: GradientTransformation, share: _Share, state: State) -> _Result:
+            return getattr(tx, name)(share(params), state, *map(share, ids))
+
+        return self._each(call, state, params)
+
+    def _each(
+        self, call: _Call, state: State, params: Params, grads: Gradients = None
+    ) -> _Result:
+        """What ``call`` returns for each transformation, as one tree and one state.
+
+        The gradients tell the structure where there are no parameters.
+        """
+        check_fields(self.argument, state, self.state_type)
+        parts, states = self._parts(params, grads), self.unpack(state)
         done = {
             label: call(tx, functools.partial(parts.of, label), states[label])
-            for label, tx in transforms.items()
+            for label, tx in self.transforms.items()
         }
         results = {label: result for label, (result, _) in done.items()}
-        new = pack({label: state for label, (_, state) in done.items()})
+        new = self.pack({label: state for label, (_, state) in done.items()})
         return parts.joined(results), new
 
-    catches_up = any(tx.catches_up for tx in transforms.values())
-    return wrapped(
-        init,
-        inside,
-        catches_up=catches_up,
-        share_extra_args=mask_extra_args,
-        peeks=all(tx.peeks for tx in transforms.values() if tx.catches_up),
-    )
-
-
-class _Parts:
-    """The leaves of a tree by label.
-
-    Attributes:
-      tree: the structure of the parameters, in which None and slices are leaves.
-      labels: the label of each leaf.
-    """
-
-    def __init__(
-        self,
-        argument: str,
-        transforms: Mapping[Hashable, GradientTransformation],
-        labels: PyTree,
-        params: Params,
-        grads: Gradients = None,
-    ) -> None:
+    def _parts(self, params: Params, grads: Gradients = None) -> "_Parts":
         """The labels of ``params``, or of ``grads`` if ``params`` is None."""
         reference = grads if params is None else params
-        leaves, self.tree = flatten(reference, is_leaf=is_leaf)
+        leaves, tree = flatten(reference, is_leaf=is_leaf)
+        labels = self.labels
         if _is_label_function(labels):
             if params is None:
-                reference = self.tree.unflatten(_shapes_of(argument, leaves))
+                reference = tree.unflatten(_shapes_of(self.argument, leaves))
             labels = labels(reference)
-        text = f"{argument} must have the structure of the parameters or a prefix of it"
-        self.labels = broadcast_prefix(labels, reference, text, is_leaf)
-        self._refuse_unknown(argument, transforms, leaves)
-
-    def _refuse_unknown(
-        self, argument: str, transforms: Mapping[Hashable, Any], leaves: list[Any]
-    ) -> None:
-        """Raises if a leaf other than None has a label without a transformation."""
-        paths = paths_of(self.tree)
+        text = (
+            f"{self.argument} must have the structure of the parameters or a prefix of it"
+        )
+        labels = broadcast_prefix(labels, reference, text, is_leaf)
         wrong = [
             f"{label!r}{path or ' at the root'}"
-            for path, label, leaf in zip(paths, self.labels, leaves, strict=True)
-            if leaf is not None and label not in transforms
+            for path, label, leaf in zip(paths_of(tree), labels, leaves, strict=True)
+            if leaf is not None and label not in self.transforms
         ]
         if wrong:
             raise ValueError(
-                f"{argument}: wanted one of {list(transforms)} for each parameter, got "
-                f"{', '.join(wrong)}"
+                f"{self.argument}: wanted one of {list(self.transforms)} for each "
+                f"parameter, got {', '.join(wrong)}"
             )
+        return _Parts(tree, labels)
+
+
+def _share_of(share: _Share, x: PyTree) -> PyTree:
+    """The share of what mirrors the parameters; anything else as it is."""
+    try:
+        return share(x)
+    except ValueError:
+        return x
+
+
+class _Parts(NamedTuple):
+    """The leaves of a tree by label."""
+
+    tree: PyTreeDef  #: the structure of the parameters; None and slices are leaves.
+    labels: list[Hashable]  #: of each leaf.
 
     def of(self, label: Hashable, tree: PyTree) -> PyTree:
         """``tree``, which mirrors the parameters, with the leaves of one label only."""

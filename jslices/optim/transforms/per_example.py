@@ -49,11 +49,7 @@ def per_example_norms(tree: PyTree) -> jax.Array:
     """
     leaves = norms.coalesced_leaves("per_example_norms", tree)
     leading_axis("per_example_norms", leaves)
-    squares = [
-        norms.sum_of_squares(x, tuple(range(1, x.ndim)))
-        for x in map(norms.values_of, filter(lambda x: x is not None, leaves))
-    ]
-    return norms.safe_sqrt(sum(squares[1:], start=squares[0]))
+    return jax.vmap(norms.norm_of_leaves)(leaves)
 
 
 def per_example_global_norm_clip(

@@ -15,15 +15,7 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import check_array
 from jslices._place.boundary import like_first, on_any_mesh
-from jslices._rows.access import (
-    canonical_indices,
-    empty_index,
-    rows_numbered,
-    set_rows,
-    take_rows,
-    where_rows,
-)
-from jslices._rows.sums import COMBINER, sort_ids, starts_of_runs
+from jslices._rows import access, sums
 from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.constructors import combinator
@@ -75,9 +67,7 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
       >>> js.mask_rows(grads, lambda indices: indices >= 5).indices  # new tokens only
       Array([7, 9, 7], dtype=int32)
 
-    Source: ours. The usual ways to train only the new tokens of a large vocabulary are to
-    copy the old rows back after every step, or to zero their gradient, which leaves weight
-    decay to move them.
+    Source: ours.
     """
     if not is_slices(slices) and not hasattr(slices, "ndim"):
         raise TypeError(
@@ -97,15 +87,15 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
         axes = 1 if callable(keep) else max(1, min(jnp.ndim(keep), array.ndim))
         rows = jnp.arange(math.prod(array.shape[:axes])).reshape(array.shape[:axes])
         allowed = _allowed(keep, rows, array.shape[:axes])
-        return where_rows(allowed, array, jnp.array(rest, array.dtype))
+        return access.where_rows(allowed, array, jnp.array(rest, array.dtype))
     check_slices(slices)
     num_rows, shape = slices.num_rows, slices.dense_shape
-    indices = canonical_indices(slices.indices, num_rows)
-    empty = empty_index(num_rows, indices.dtype)
+    indices = access.canonical_indices(slices.indices, num_rows)
+    empty = access.empty_index(num_rows, indices.dtype)
     sizes = None if shape is None else shape[: slices.row_axes]
     allowed = _allowed(keep, indices, sizes) & (indices != empty)
     # Of the type that came: entries stay where they are.
-    values = where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
+    values = access.where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
     return jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
 
@@ -203,19 +193,19 @@ def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> ja
             f"project_rows got {touched} for a parameter of shape {table.shape}; the "
             "shapes must be equal"
         )
-    num_rows = rows_numbered(shape, axes)
-    ids, _ = sort_ids(canonical_indices(touched.indices.reshape(-1), num_rows))
-    first = starts_of_runs(ids)[: ids.shape[0]]
+    num_rows = access.rows_numbered(shape, axes)
+    ids, _ = sums.sort_ids(access.canonical_indices(touched.indices.reshape(-1), num_rows))
+    first = sums.starts_of_runs(ids)[: ids.shape[0]]
     once = jnp.where(first, ids, jnp.array(num_rows, ids.dtype))
-    rows = clip_rows_by_norm(take_rows(table, once, row_axes=axes), limit)
-    return set_rows(table, once, rows)
+    rows = clip_rows_by_norm(access.take_rows(table, once, row_axes=axes), limit)
+    return access.set_rows(table, once, rows)
 
 
 # --- Frequent rows --------------------------------------------------------------------
 
 
 @combinator
-def combine_duplicates(combine: Annotated[str, COMBINER]) -> GradientTransformation:
+def combine_duplicates(combine: Annotated[str, sums.COMBINER]) -> GradientTransformation:
     """Merges duplicate rows, optionally so that frequent rows weigh less.
 
     Untouched rows stay untouched. Dense arrays pass unchanged: their duplicates have been

@@ -11,8 +11,7 @@ from jslices._slices import IndexedSlices, check_slices
 from jslices._typing import Gradients, Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.transforms.base import stateless
-from jslices.optim.transforms.prefix import map_with_prefix
+from jslices.optim.transforms.base import map_with_prefix, stateless
 
 
 @combinator
@@ -70,7 +69,7 @@ def scale(factors: PyTree) -> GradientTransformation:
             )
 
     def update(grads: Gradients) -> Any:
-        return map_with_prefix("scale(factors=...)", _scaled, factors, grads)
+        return map_with_prefix("scale(factors=...)", factors, _scaled, grads)
 
     return stateless(update)
 

@@ -10,7 +10,7 @@ from jslices._arguments import StateDtype
 from jslices._typing import Gradients, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.transforms.base import as_transformation, inside_of, wrapped
+from jslices.optim.transforms.base import as_transformation
 
 
 @combinator
@@ -65,4 +65,4 @@ def with_state_dtype(
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         return tx.plan(grads, jax.eval_shape(in_dtype, params), platform)
 
-    return wrapped(init, inside_of(tx), catches_up=tx.catches_up, peeks=tx.peeks, plan=plan)
+    return tx.replace(init=init, plan=plan)
