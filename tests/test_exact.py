@@ -411,6 +411,7 @@ def test_some_rows_may_be_peeked_at_and_others_not():
 def test_lazy_ones_have_nothing_to_peek_at():
     table = jnp.ones((3, 1))
     assert not js.adam(0.1).peeks and ADAM.peeks
+    assert js.optim.with_state_dtype(ADAM, "float32").peeks
     with pytest.raises(TypeError, match=r"no peek: .*lazy.*peek=tx\.peek"):
         js.adam(0.1).peek(table, js.adam(0.1).init(table), jnp.array([1]))
 

@@ -4,7 +4,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,30 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import IndexedSlices, InvalidArgumentError, is_slices
-from jslices.accumulators._gradients import (
-    REDUCTIONS,
-    PartialShape,
-    check_dense,
-    check_row_axes,
-    check_rows,
-    check_sparse,
-    float_dtype,
-    host_array,
-    host_indices,
-    partial_shape,
-    positive,
-    refuse_tracer,
-    whole_number,
-)
-from jslices.accumulators._state import (
-    ArraySum,
-    RowSums,
-    Store,
-    Terms,
-    Turns,
-    divided,
-    merged,
-)
+from jslices.accumulators import _gradients
+from jslices.accumulators._state import ArraySum, RowSums, Terms, Turns, divided, merged
 from jslices.extend import empty_index
 
 _shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValueDictionary()
@@ -50,10 +28,10 @@ class ConditionalAccumulatorBase:
     """
 
     dtype: np.dtype  #: of the gradients
-    shape: PartialShape  #: as declared, None for unknown lengths
+    shape: _gradients.PartialShape  #: as declared, None for unknown lengths
     name: str
     reduction_type: str  #: "MEAN" or "SUM"
-    _new_store: Callable[[np.dtype], Store]
+    _new_store: type[RowSums] | type[ArraySum]
 
     def __init__(
         self,
@@ -64,9 +42,9 @@ class ConditionalAccumulatorBase:
         reduction_type: str = "MEAN",
     ) -> None:
         kind = type(self).__name__
-        self.dtype = float_dtype(kind, dtype)
-        self.shape = partial_shape(kind, shape)
-        REDUCTIONS.check(kind, "reduction_type", reduction_type)
+        self.dtype = _gradients.float_dtype(kind, dtype)
+        self.shape = _gradients.partial_shape(kind, shape)
+        _gradients.REDUCTIONS.check(kind, "reduction_type", reduction_type)
         self.reduction_type = reduction_type
         self.name = name
         terms = (self.dtype, self.shape, reduction_type)
@@ -101,7 +79,7 @@ class ConditionalAccumulatorBase:
         A step lower than the current one is set too, with a warning in the log (logger
         ``jslices.accumulators``), as in TensorFlow.
         """
-        self._turns.set_step(whole_number("new_global_step", new_global_step))
+        self._turns.set_step(_gradients.whole_number("new_global_step", new_global_step))
 
     def close(self) -> None:
         """Ends it: every waiting take, and every later call, raises CancelledError.
@@ -130,7 +108,7 @@ class ConditionalAccumulatorBase:
 
 
 def _turns(
-    kind: str, shared_name: str | None, new_store: Callable[[], Store], terms: Terms
+    kind: str, shared_name: str | None, new_store: Callable[[], Any], terms: Terms
 ) -> Turns:
     """Make a state, or share that of the accumulator of the same kind and name.
 
@@ -154,13 +132,7 @@ def _turns(
 
 
 class SparseAccumulatorTakeGradient(NamedTuple):
-    """The result of ``take_grad``.
-
-    Attributes:
-      indices: ``[U]`` int64, ascending.
-      values: ``[U, *D]`` of the accumulator's dtype.
-      shape: int64, ``(V, *D)``; V is -1 if unknown.
-    """
+    """The result of :meth:`SparseConditionalAccumulator.take_grad`."""
 
     indices: np.ndarray
     values: np.ndarray
@@ -172,12 +144,6 @@ class Limits(NamedTuple):
 
     max_index: int | None = None
     max_rows: int | None = None
-
-    @classmethod
-    def here(cls, size: int | None) -> "Limits":
-        """The limits of IndexedSlices of ``size`` entries in this process."""
-        has_64_bits = jax.config.read("jax_enable_x64")
-        return cls(None if has_64_bits else np.iinfo(np.int32).max, size)
 
     def check(self, rows: np.ndarray) -> None:
         """Refuse ``rows`` ``[U]``, ascending, beyond the limits."""
@@ -209,7 +175,23 @@ class SlicesMethods:
         wrong id and is refused, as in TensorFlow. ``dense_shape`` counts as
         ``grad_shape``.
         """
-        self.apply_grad(*gradient_of_slices(grad), local_step)
+        if not is_slices(grad):
+            raise TypeError(
+                "apply_indexed_slices_grad wants IndexedSlices, got a "
+                f"{type(grad).__name__}; a dense gradient goes to a "
+                "jslices.accumulators.ConditionalAccumulator"
+            )
+        _gradients.refuse_tracer("grad", grad.values)
+        _gradients.refuse_tracer("grad", grad.indices)
+        _gradients.check_row_axes(grad)
+        values, indices = np.asarray(grad.values), np.asarray(grad.indices)
+        shape = grad.dense_shape
+        if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):
+            empty = np.iinfo(indices.dtype).max if shape is None else shape[0]
+            is_entry = (indices >= 0) & (indices != empty)
+            if not is_entry.all():
+                values, indices = values[is_entry], indices[is_entry]
+        self.apply_grad(indices, values, shape, local_step)
 
     def take_indexed_slices_grad(
         self,
@@ -222,8 +204,7 @@ class SlicesMethods:
         """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
 
         Args:
-          num_required: at least 1.
-          timeout: seconds to wait; None waits for ever.
+          num_required, timeout: as in :meth:`take_grad`.
           size: U, the number of entries; those that are left over are empty. None means
             as many as there are rows, which differs from take to take, so that a jitted
             function of the slices is compiled again and again: give one there.
@@ -237,8 +218,21 @@ class SlicesMethods:
           InvalidArgumentError: (nothing is taken) for more than ``size`` rows, or a row
             number that needs ``jax_enable_x64``; and as in :meth:`take_grad`.
         """
-        taken = self._take_within(Limits.here(size), num_required, timeout)
-        return taken_as_slices(taken, size)
+        has_64_bits = jax.config.read("jax_enable_x64")
+        index_type: np.dtype = np.dtype(np.int64 if has_64_bits else np.int32)
+        largest = int(np.iinfo(index_type).max)
+        limits = Limits(None if has_64_bits else largest, size)
+        taken = self._take_within(limits, num_required, timeout)
+        shape = None if taken.shape[0] < 0 else tuple(int(n) for n in taken.shape)
+        values, indices = taken.values, taken.indices.astype(index_type)
+        if size is not None and (missing := size - indices.size):
+            empty = empty_index(shape[0] if shape else None, index_type)
+            if empty > largest:
+                empty = -1  # V itself does not fit, but any negative index is empty
+            indices = np.append(indices, np.full(missing, empty, index_type))
+            room = np.zeros((missing, *values.shape[1:]), values.dtype)
+            values = np.concatenate([values, room])
+        return IndexedSlices(jnp.asarray(values), jnp.asarray(indices), shape)
 
 
 class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
@@ -301,7 +295,8 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
         name: str = "sparse_conditional_accumulator",
         reduction_type: str = "MEAN",
     ) -> None:
-        shape = partial_shape(type(self).__name__, shape) or None  # there must be rows
+        sizes = _gradients.partial_shape(type(self).__name__, shape)
+        shape = sizes or None  # there must be rows
         super().__init__(dtype, shape, shared_name, name, reduction_type)
 
     def apply_grad(
@@ -331,14 +326,14 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
         """
 
         def prepare() -> tuple[np.ndarray, np.ndarray]:
-            indices = host_indices(grad_indices)
-            values = host_array("grad_values", grad_values, self.dtype)
-            shape = partial_shape("apply_grad", grad_shape, "grad_shape")
-            check_sparse(indices, values, shape, self.shape, self.dtype)
-            check_rows(indices, self.shape)
+            indices = _gradients.host_indices(grad_indices)
+            values = _gradients.host_array("grad_values", grad_values, self.dtype)
+            shape = _gradients.partial_shape("apply_grad", grad_shape, "grad_shape")
+            _gradients.check_sparse(indices, values, shape, self.shape, self.dtype)
+            _gradients.check_rows(indices, self.shape)
             return merged(indices, values)
 
-        self._turns.apply(whole_number("local_step", local_step), prepare)
+        self._turns.apply(_gradients.whole_number("local_step", local_step), prepare)
 
     def take_grad(
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
@@ -352,8 +347,8 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
           timeout: seconds to wait; None waits for ever.
 
         Returns:
-          ``(indices [U] int64 ascending, values [U, *D], shape)``, NumPy arrays; ``shape``
-          begins with -1 when V is not known.
+          NumPy arrays ``(indices, values, shape)``: ``[U]`` int64, ascending; ``[U, *D]``
+          of the accumulator's dtype; and int64, ``(V, *D)``, where V is -1 if unknown.
 
         Raises:
           InvalidArgumentError: for ``num_required < 1``, at once.
@@ -365,52 +360,12 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
     def _take_within(
         self, limits: Limits, num_required: int, timeout: float | None
     ) -> SparseAccumulatorTakeGradient:
-        number = positive(num_required)
+        number = _gradients.positive(num_required)
         store, _ = self._turns.take(number, timeout, lambda s: limits.check(s.rows))
         rows, values = store.reduced(mean=self.reduction_type == "MEAN")
         num_rows = None if self.shape is None else self.shape[0]
         shape = (-1 if num_rows is None else num_rows, *values.shape[1:])
         return SparseAccumulatorTakeGradient(rows, values, np.array(shape, np.int64))
-
-
-def gradient_of_slices(
-    grad: IndexedSlices,
-) -> tuple[np.ndarray, np.ndarray, tuple[int, ...] | None]:
-    """``(indices, values, shape)`` on the host, without intentionally empty entries."""
-    if not is_slices(grad):
-        raise TypeError(
-            "apply_indexed_slices_grad wants IndexedSlices, got a "
-            f"{type(grad).__name__}; a dense gradient goes to a "
-            "jslices.accumulators.ConditionalAccumulator"
-        )
-    refuse_tracer("grad", grad.values)
-    refuse_tracer("grad", grad.indices)
-    check_row_axes(grad)
-    values, indices = np.asarray(grad.values), np.asarray(grad.indices)
-    shape = grad.dense_shape
-    if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):
-        empty = np.iinfo(indices.dtype).max if shape is None else shape[0]
-        is_entry = (indices >= 0) & (indices != empty)
-        if not is_entry.all():
-            values, indices = values[is_entry], indices[is_entry]
-    return indices, values, shape
-
-
-def taken_as_slices(
-    taken: SparseAccumulatorTakeGradient, size: int | None
-) -> IndexedSlices:
-    """Convert a result to IndexedSlices, with empty entries up to ``size``."""
-    shape = None if taken.shape[0] < 0 else tuple(int(n) for n in taken.shape)
-    index_type = np.int64 if jax.config.read("jax_enable_x64") else np.int32
-    values, indices = taken.values, taken.indices.astype(index_type)
-    if size is not None and (missing := size - indices.size):
-        empty = empty_index(shape[0] if shape else None, np.dtype(index_type))
-        if empty > np.iinfo(index_type).max:
-            empty = -1  # V itself does not fit, but any negative index is empty
-        indices = np.append(indices, np.full(missing, empty, index_type))
-        room = np.zeros((missing, *values.shape[1:]), values.dtype)
-        values = np.concatenate([values, room])
-    return IndexedSlices(jnp.asarray(values), jnp.asarray(indices), shape)
 
 
 # --- whole arrays ---------------------------------------------------------------------
@@ -419,19 +374,14 @@ def taken_as_slices(
 class ConditionalAccumulator(ConditionalAccumulatorBase):
     """Collects dense gradients from many threads until there are enough to take the mean.
 
-    Everything is as in :class:`SparseConditionalAccumulator`, except that a gradient is one
-    array and "MEAN" divides by the number of gradients.
+    Everything is as in :class:`SparseConditionalAccumulator`, other arguments and errors
+    included, except that a gradient is one array and "MEAN" divides by the number of
+    gradients.
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.
       shape: of the gradients; None for an unknown length, and None when not even the
         rank is known. ``()`` is a scalar.
-      shared_name: accumulators of this process with the same one share their state.
-      name: for your own use.
-      reduction_type: "MEAN" or "SUM".
-
-    Raises:
-      InvalidArgumentError: for other arguments.
 
     Example:
       >>> import numpy as np, jslices as js
@@ -457,11 +407,11 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         """
 
         def prepare() -> tuple[np.ndarray]:
-            array = host_array("grad", grad, self.dtype)
-            check_dense(array, self.shape, self.dtype)
+            array = _gradients.host_array("grad", grad, self.dtype)
+            _gradients.check_dense(array, self.shape, self.dtype)
             return (array,)
 
-        self._turns.apply(whole_number("local_step", local_step), prepare)
+        self._turns.apply(_gradients.whole_number("local_step", local_step), prepare)
 
     def take_grad(
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
@@ -470,5 +420,5 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
         As :meth:`SparseConditionalAccumulator.take_grad`, errors included.
         """
-        store, count = self._turns.take(positive(num_required), timeout)
+        store, count = self._turns.take(_gradients.positive(num_required), timeout)
         return divided(store.total, count) if self.reduction_type == "MEAN" else store.total

@@ -11,15 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import IndexedSlices, InvalidArgumentError, is_slices
-from jslices.accumulators._gradients import (
-    REDUCTIONS,
-    check_dense,
-    check_row_axes,
-    check_sparse,
-    float_dtype,
-    partial_shape,
-    positive,
-)
+from jslices.accumulators import _gradients
 from jslices.extend import (
     canonical_indices,
     check_slices,
@@ -55,7 +47,7 @@ class _PureAccumulator:
           InvalidArgumentError: for ``num_required < 1``, where it is a plain number.
         """
         if not isinstance(num_required, jax.core.Tracer):
-            num_required = positive(num_required)
+            num_required = _gradients.positive(num_required)
         return state.num_accumulated >= num_required
 
 
@@ -67,7 +59,7 @@ def _after_take(ready: jax.Array, empty: _State, state: _State) -> _State:
 
 def _device_dtype(owner: str, dtype: DTypeLike) -> np.dtype:
     """Check that a dtype is a floating one that JAX has enabled."""
-    result = float_dtype(owner, dtype)
+    result = _gradients.float_dtype(owner, dtype)
     if jax.dtypes.canonicalize_dtype(result) != result:
         raise InvalidArgumentError(
             f"{owner}(dtype='{result}') needs "
@@ -225,8 +217,10 @@ class SparseAccumulator(_PureAccumulator):
                 "jslices.accumulators.dense_accumulator"
             )
         check_slices(grad)
-        check_row_axes(grad)
-        check_sparse(grad.indices, grad.values, grad.dense_shape, self.shape, self.dtype)
+        _gradients.check_row_axes(grad)
+        _gradients.check_sparse(
+            grad.indices, grad.values, grad.dense_shape, self.shape, self.dtype
+        )
         if grad.values.ndim != len(self.shape):
             raise InvalidArgumentError(
                 f"Shape mismatch: expected values rank {len(self.shape)}, got "
@@ -254,11 +248,8 @@ def sparse_accumulator(
         row; "SUM" does not.
 
     Returns:
-      A :class:`jslices.accumulators.SparseAccumulator` with the pure functions ``init()``,
-      ``apply_grad(state, grad, local_step=0) -> (state, accepted)``,
-      ``ready(state, num_required)``, ``take_grad(state, num_required) -> (state,
-      slices)``, ``num_accumulated(state)``, ``global_step(state)`` and
-      ``set_global_step(state, step)``. It is static: close over it, or pass it along.
+      A :class:`jslices.accumulators.SparseAccumulator`, whose methods are pure functions.
+      It is static: close over it, or pass it along.
 
     Raises:
       InvalidArgumentError: for other arguments.
@@ -280,13 +271,13 @@ def sparse_accumulator(
     grows. ``optax.MultiSteps`` holds a dense array of V rows instead.
     """
     owner = "sparse_accumulator"
-    sizes = partial_shape(owner, shape)
+    sizes = _gradients.partial_shape(owner, shape)
     if not sizes or None in sizes[1:]:
         raise InvalidArgumentError(
             f"{owner}(shape={shape!r}): its state has a static size; give (V, *D), where "
             "V alone may be None"
         )
-    REDUCTIONS.check(owner, "reduction_type", reduction_type)
+    _gradients.REDUCTIONS.check(owner, "reduction_type", reduction_type)
     try:
         room = operator.index(capacity)
     except TypeError:
@@ -329,11 +320,10 @@ class DenseAccumulator(_PureAccumulator):
     ) -> tuple[DenseAccumulatorState, jax.Array]:
         """``(state, accepted)``: adds a gradient unless ``local_step`` is stale.
 
-        Raises:
-          InvalidArgumentError: for another shape or dtype.
+        Another shape or dtype is an InvalidArgumentError.
         """
         grad = jnp.asarray(grad)
-        check_dense(grad, self.shape, self.dtype)
+        _gradients.check_dense(grad, self.shape, self.dtype)
         accepted = jnp.asarray(local_step) >= state.global_step
         # A choice, not a product: a stale gradient may hold NaN.
         added = jnp.where(accepted, grad.astype(state.total.dtype), 0)
@@ -343,11 +333,7 @@ class DenseAccumulator(_PureAccumulator):
     def take_grad(
         self, state: DenseAccumulatorState, num_required: ArrayLike
     ) -> tuple[DenseAccumulatorState, jax.Array]:
-        """``(state, mean)`` of all gradients; zeros and the same state when not ready.
-
-        Raises:
-          InvalidArgumentError: for ``num_required < 1``, where it is a plain number.
-        """
+        """``(state, mean)`` of all gradients; zeros and the same state when not ready."""
         ready = self.ready(state, num_required)
         total = jnp.where(ready, state.total, 0)
         if self.reduction_type == "MEAN":
@@ -369,10 +355,8 @@ def dense_accumulator(
       reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
 
     Returns:
-      An accumulator with the same functions as :func:`sparse_accumulator` gives.
-
-    Raises:
-      InvalidArgumentError: for other arguments.
+      An accumulator with the methods of the one from :func:`sparse_accumulator`, and the
+      same errors.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -384,12 +368,12 @@ def dense_accumulator(
     Source: ``tf.compat.v1.ConditionalAccumulator``.
     """
     owner = "dense_accumulator"
-    sizes = partial_shape(owner, shape)
+    sizes = _gradients.partial_shape(owner, shape)
     if sizes is None or None in sizes:
         raise InvalidArgumentError(
             f"{owner}(shape={shape!r}): its state has a static size; give the shape of "
             "the gradients"
         )
-    REDUCTIONS.check(owner, "reduction_type", reduction_type)
+    _gradients.REDUCTIONS.check(owner, "reduction_type", reduction_type)
     all_sizes = tuple(n for n in sizes if n is not None)
     return DenseAccumulator(_device_dtype(owner, dtype), all_sizes, reduction_type)

@@ -126,13 +126,19 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         )
         # Compiled even if Keras runs without `jit_compile`.
         caught_up = jax.jit(self._caught_up, static_argnames="whole")
-        flushed = jax.jit(self._flushed, donate_argnums=(0, 1))
+        flush = lambda rate, *values: self._tx(rate).flush(*values)  # noqa: E731
+        flushed = jax.jit(flush, donate_argnums=(1, 2))
         self._rows = _Rows(made, tx, learning_rate, arguments, caught_up, flushed)
 
     @property
     def catches_up(self) -> bool:
         """True if rows without gradient wait, and catch up before they are read."""
         return self._rows.tx.catches_up
+
+    @property
+    def peeks(self) -> bool:
+        """True if such rows can also be read without being written."""
+        return self._rows.tx.peeks
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make the variables of the state, for these variables of the model."""
@@ -212,7 +218,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             scale = self.loss_scale_factor
             gradients = tree.map(lambda g: g / scale, gradients)
         tx = self._tx(self._rate())
-        self._assign(*tx.apply(self._clipped(gradients), self._state(), self.values()))
+        args = self._clipped(gradients), self._state(), self.values()
+        self._assign(*tx.apply(*args, peeked=self._rows.peeked))
         for variable in self._rows.variables:
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable.value))
@@ -243,17 +250,19 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.by_path(grads)
 
     @contextlib.contextmanager
-    def values_of(self, grads: Sequence[PyTree]) -> Iterator[list[jax.Array | None]]:
+    def values_of(
+        self, grads: Sequence[PyTree], peeked: PyTree
+    ) -> Iterator[list[jax.Array | None]]:
         """The gradients with the ``values`` of IndexedSlices in their place.
 
         For a LossScaleOptimizer around this one, which tests and scales arrays, and then
-        passes them to :meth:`apply`.
+        passes them to :meth:`apply`. ``peeked`` is for the step within.
         """
-        self._rows.whole_gradients = list(grads)
+        self._rows.whole_gradients, self._rows.peeked = list(grads), peeked
         try:
             yield [g.values if is_slices(g) else g for g in grads]
         finally:
-            self._rows.whole_gradients = None
+            self._rows.whole_gradients = self._rows.peeked = None
 
     def _clipped(self, grads: ByPath) -> ByPath:
         if self.clipnorm:
@@ -272,13 +281,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
         All rows do, if the learning rate has changed since the last step.
         """
-        for variable, ids in zip(self._rows.variables, rows.values(), strict=True):
-            if ids is not None and variable.constraint is not None:
-                raise ValueError(
-                    f"{variable.path} has a constraint, which a dense optimizer applies "
-                    'after every step that a row misses with untouched="exact": leave out '
-                    'the constraint, or untouched="exact"'
-                )
+        self._refuse_constraints(rows)
         whole = tuple(name for name, ids in rows.items() if ids is True)
         ids = self.by_path([None if ids is True else ids for ids in rows.values()])
         new, old = self._rate(), self._rate_of_missed()
@@ -288,12 +291,26 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             # As an array of its own: variables are donated, each on its own.
             self._rows.rate_of_missed.assign(jnp.where(old != new, new, old))
 
+    def peek(self, rows: ByPath) -> ByPath:
+        """These rows after the steps that they missed, of the rate of this step."""
+        self._refuse_constraints(rows)
+        return self._tx(self._rate()).peek(self.values(), self._state(), rows)
+
+    def _refuse_constraints(self, rows: ByPath) -> None:
+        for variable, ids in zip(self._rows.variables, rows.values(), strict=True):
+            if ids is not None and variable.constraint is not None:
+                raise ValueError(
+                    f"{variable.path} has a constraint, which a dense optimizer applies "
+                    'after every step that a row misses with untouched="exact": leave out '
+                    'the constraint, or untouched="exact"'
+                )
+
     def flush(self) -> None:
         """Let all rows do the steps they missed, before the model is evaluated or saved."""
         now = self.iterations.value
         if not (self.catches_up and self.built) or self._rows.flushed_at is now:
             return
-        args = self.values(), self._state(), self._rate_of_missed()
+        args = self._rate_of_missed(), self.values(), self._state()
         self._assign(*self._rows.flushed(*args))
         self._rows.flushed_at = now
 
@@ -312,9 +329,6 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             all_rows = lambda _, now: tx.flush(*now)  # noqa: E731
             params, state = lax.fori_loop(0, changed, all_rows, (params, state))
         return tx.catch_up(params, state, rows)
-
-    def _flushed(self, params: ByPath, state: State, rate: Rate) -> tuple[ByPath, State]:
-        return self._tx(rate).flush(params, state)
 
     # --- what Keras requires of its optimizers ------------------------------------------
 
@@ -379,6 +393,7 @@ class _Rows:
     rate_of_missed: Any = None  #: a variable: the rate that the last step had
     flushed_at: jax.Array | None = None  #: ``iterations`` when no row was behind
     whole_gradients: list[PyTree] | None = None  #: those that a step has taken apart
+    peeked: PyTree = None  #: of this step: the variables whose rows were peeked at
 
     @property
     def settable(self) -> bool:

@@ -114,33 +114,42 @@ def train_step(
         )
         return result
 
-    def catch_up(params: Params, state: State, rows: PyTree) -> tuple[Params, State]:
+    def scope_of(params: Params, state: State) -> keras.StatelessScope:
         mapping = [
             *zip(model.trainable_variables, params.values(), strict=True),
             *zip(outer.variables, state, strict=True),
         ]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
+        return keras.StatelessScope(state_mapping=mapping)
+
+    def catch_up(params: Params, state: State, rows: PyTree) -> tuple[Params, State]:
+        with scope_of(params, state) as scope:
             optimizer.catch_up(rows)
         now = scope.get_current_value
         values = optimizer.by_path([now(v) for v in model.trainable_variables])
         return values, [now(v) for v in outer.variables]
 
+    def peek(params: Params, state: State, rows: PyTree) -> PyTree:
+        with scope_of(params, state):
+            return optimizer.peek(rows)
+
     def apply(
-        grads: PyTree, state: State, params: Params, key: None = None
+        grads: PyTree,
+        state: State,
+        params: Params,
+        key: None = None,
+        peeked: PyTree = None,
     ) -> tuple[Params, State]:
-        gradients, values = list(grads.values()), list(params.values())
-        if outer is optimizer:
-            new, state = outer.stateless_apply(state, gradients, values)
-        else:
-            with optimizer.values_of(gradients) as arrays:
-                new, state = outer.stateless_apply(state, arrays, values)
+        values = list(params.values())
+        with optimizer.values_of(list(grads.values()), peeked) as arrays:
+            new, state = outer.stateless_apply(state, arrays, values)
         return optimizer.by_path(new), state
 
     def unused(*_: Any) -> Any:
         raise NotImplementedError("a whole step calls apply alone")
 
     catching_up = catch_up if optimizer.catches_up else None
-    tx = GradientTransformation(unused, unused, catching_up, apply=apply)
+    peeking = peek if optimizer.peeks else None
+    tx = GradientTransformation(unused, unused, catching_up, apply=apply, peek=peeking)
     whole_step = exact_step(loss, tx, has_aux=True, sparse=sparse)
     params, optimizer_variables, _, aux = whole_step(
         optimizer.by_path(trainable), optimizer_variables

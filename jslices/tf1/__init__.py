@@ -5,35 +5,22 @@ which turns it into pure functions: ``init``, ``apply`` and a pytree of
 :class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
 well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.
 
-What differs from TensorFlow, on purpose:
+What differs from TensorFlow on purpose, apart from what each docstring says:
 
 * The order of the program decides what a read sees, not a session.
 * Operations have no names, so they take none from variables and scopes; profiles show those
   of scopes instead. ``v.op`` exists for ``v.op.name``.
-* Results computed from variables are JAX arrays, whose operators take no lists: write
-  ``v + tf.constant([1, 2])``.
-* A variable keeps its shape: ``assign(..., validate_shape=False)`` cannot give it another.
+* Results computed from variables are JAX arrays, with NumPy's dtypes. Their operators take
+  no lists: write ``v + tf.constant([1, 2])``. ``tf.float32`` and ``v.dtype`` have
+  TensorFlow's attributes.
 * A result of ``variable_scope`` or ``name_scope`` can be entered once; open another one,
   with the scope that it yielded.
-* A value depends on the key given to ``init`` and on the variable's name; initializers
-  take a key, as in JAX, or only TensorFlow's ``init(shape, dtype)``.
-* ``initialize_variables`` and the like do nothing in a function: there is no session to run
-  them.
-* A float variable without an initializer gets ``glorot_uniform_initializer``, as from
-  TensorFlow 1.0 on.
-* Sampled losses take ``key=`` or ``seed=``; there is no global generator.
-* ``train.Saver`` takes variables where TensorFlow takes a session, and ``restore`` returns
-  them. A dict of arrays is not a ``var_list``: arrays do not know their variables.
 * The order of ``get_variable`` ends ``initializer, trainable, collections, regularizer``,
   that of ``conv2d`` ``padding, data_format, name``; use keywords.
-* Arrays have NumPy's dtypes; ``tf.float32`` and ``v.dtype`` have TensorFlow's attributes.
-* ``update_checkpoint_state`` refuses a checkpoint that would be the state file, however the
-  two paths are written.
+* There is no global generator: initial values are drawn with the key given to ``init``.
 * Row numbers out of range are dropped by scatters and read NaN in lookups; TensorFlow
   raises on a CPU.
 * Norms and clipping add duplicate rows of IndexedSlices first, as for a dense gradient.
-* Regularizers are called by ``get_collection``, when you ask for their losses.
-* ``count_up_to`` raises at the limit where it can; under ``jit`` it returns the limit.
 * ``get_variable`` of a shared variable may pass a constant of its own dtype; TensorFlow
   compares with float32.
 * ``bool(variable)`` and a name of None are errors; there are no custom getters, no
@@ -52,6 +39,7 @@ from jslices.accumulators import (
 from jslices.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
+from jslices.tf1 import _collections
 from jslices.tf1 import dtypes as dtypes
 from jslices.tf1 import errors as errors
 from jslices.tf1 import initializers as initializers
@@ -59,23 +47,6 @@ from jslices.tf1 import nn as nn
 from jslices.tf1 import random as random
 from jslices.tf1 import sparse as sparse
 from jslices.tf1 import train as train
-from jslices.tf1._collections import GraphKeys as GraphKeys
-from jslices.tf1._collections import all_variables as all_variables
-from jslices.tf1._collections import (
-    assert_variables_initialized as assert_variables_initialized,
-)
-from jslices.tf1._collections import get_collection as get_collection
-from jslices.tf1._collections import global_variables as global_variables
-from jslices.tf1._collections import (
-    global_variables_initializer as global_variables_initializer,
-)
-from jslices.tf1._collections import initialize_all_variables as initialize_all_variables
-from jslices.tf1._collections import initialize_variables as initialize_variables
-from jslices.tf1._collections import (
-    report_uninitialized_variables as report_uninitialized_variables,
-)
-from jslices.tf1._collections import trainable_variables as trainable_variables
-from jslices.tf1._collections import variables_initializer as variables_initializer
 from jslices.tf1._initial_values import constant as constant
 from jslices.tf1._initial_values import ones as ones
 from jslices.tf1._initial_values import random_normal as random_normal
@@ -144,28 +115,31 @@ from jslices.tf1.dtypes import uint8 as uint8
 from jslices.tf1.dtypes import uint16 as uint16
 from jslices.tf1.dtypes import uint32 as uint32
 from jslices.tf1.dtypes import uint64 as uint64
-from jslices.tf1.initializers import constant_initializer as constant_initializer
-from jslices.tf1.initializers import glorot_normal_initializer as glorot_normal_initializer
-from jslices.tf1.initializers import (
-    glorot_uniform_initializer as glorot_uniform_initializer,
-)
-from jslices.tf1.initializers import ones_initializer as ones_initializer
-from jslices.tf1.initializers import orthogonal_initializer as orthogonal_initializer
-from jslices.tf1.initializers import random_normal_initializer as random_normal_initializer
-from jslices.tf1.initializers import (
-    random_uniform_initializer as random_uniform_initializer,
-)
-from jslices.tf1.initializers import (
-    truncated_normal_initializer as truncated_normal_initializer,
-)
-from jslices.tf1.initializers import (
-    uniform_unit_scaling_initializer as uniform_unit_scaling_initializer,
-)
-from jslices.tf1.initializers import (
-    variance_scaling_initializer as variance_scaling_initializer,
-)
-from jslices.tf1.initializers import zeros_initializer as zeros_initializer
 from jslices.tf1.sparse import SparseTensor as SparseTensor
+
+# Long names, from the modules that define them.
+GraphKeys = _collections.GraphKeys
+all_variables = _collections.all_variables
+assert_variables_initialized = _collections.assert_variables_initialized
+get_collection = _collections.get_collection
+global_variables = _collections.global_variables
+global_variables_initializer = _collections.global_variables_initializer
+initialize_all_variables = _collections.initialize_all_variables
+initialize_variables = _collections.initialize_variables
+report_uninitialized_variables = _collections.report_uninitialized_variables
+trainable_variables = _collections.trainable_variables
+variables_initializer = _collections.variables_initializer
+constant_initializer = initializers.constant_initializer
+glorot_normal_initializer = initializers.glorot_normal_initializer
+glorot_uniform_initializer = initializers.glorot_uniform_initializer
+ones_initializer = initializers.ones_initializer
+orthogonal_initializer = initializers.orthogonal_initializer
+random_normal_initializer = initializers.random_normal_initializer
+random_uniform_initializer = initializers.random_uniform_initializer
+truncated_normal_initializer = initializers.truncated_normal_initializer
+uniform_unit_scaling_initializer = initializers.uniform_unit_scaling_initializer
+variance_scaling_initializer = initializers.variance_scaling_initializer
+zeros_initializer = initializers.zeros_initializer
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 

@@ -81,6 +81,10 @@ class ArrayOperators:
     def value(self) -> Any:
         raise NotImplementedError
 
+    def get_shape(self) -> "TensorShape":
+        """The shape, by TensorFlow's older name; it equals lists too."""
+        return TensorShape(self.shape)
+
     def __jax_array__(self) -> Any:
         return self.value()
 
@@ -198,10 +202,7 @@ def as_value(value: TensorLike, dtype: DTypeLike, what: str) -> jax.Array:
     """``value`` as an array of ``dtype``.
 
     Python's numbers are converted where nothing is lost, and NumPy's arrays of 64 bits, its
-    default, within their kind; other arrays must have the dtype.
-
-    Raises:
-      TypeError: naming both dtypes, and ``what``.
+    default, within their kind; for other arrays a TypeError names both dtypes and ``what``.
     """
     value, dtype = plain(value), np.dtype(dtype)
     if isinstance(value, IndexedSlices):
@@ -247,12 +248,7 @@ def _contains_arrays(value: object) -> bool:
 
 
 def static_shape(shape: object, what: str) -> tuple[int, ...]:
-    """A shape as a tuple of ints.
-
-    Raises:
-      TypeError: if it is not known before tracing, naming ``what``.
-      ValueError: if a length is negative.
-    """
+    """A shape as a tuple of ints; refuses one of ``what`` that is traced, or negative."""
     dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
     try:
         whole = tuple(operator.index(n) for n in dims)

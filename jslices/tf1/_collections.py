@@ -2,9 +2,8 @@
 
 Inside a transformed function they are about the variables of this run, as TensorFlow's are
 about the graph. Those that make or check values are also pure functions of
-:class:`jslices.tf1.Variables`, which ``init`` and ``apply`` return. A ``scope`` is a
-regular expression that the beginning of the name must match; all results are in the order
-of creation.
+:class:`jslices.tf1.Variables`, which ``init`` and ``apply`` return. All results are in the
+order of creation.
 """
 
 import re
@@ -69,11 +68,10 @@ class GraphKeys:
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
     """The :class:`jslices.tf1.Variable` handles of a collection, or its losses.
 
-    Args:
-      key: a key that variables were created with; or ``"regularization_losses"``, which
-        calls the regularizer of every variable that has one on its current value, and
-        leaves out results of None.
-      scope: a regular expression that the beginning of the name must match.
+    ``key`` is one that variables were created with; or ``"regularization_losses"``, which
+    calls the regularizer of every variable that has one on its current value, and leaves
+    out results of None. ``scope`` is a regular expression that the beginning of the name
+    must match.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -88,9 +86,9 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
     Source: ``tf.get_collection``. TensorFlow calls a regularizer when it creates the
     variable; here a table that is only looked up keeps its row gradients if you don't ask.
     """
+    handles = _handles("get_collection", scope)
     if key != GraphKeys.REGULARIZATION_LOSSES:
-        return _handles("get_collection", key, scope)
-    handles = _handles("get_collection", None, scope)
+        return [v for v in handles if key in v.info.collections]
     pairs = [(v, v._request.regularizer) for v in handles]
     losses = [regularizer(v.value()) for v, regularizer in pairs if regularizer is not None]
     return [loss for loss in losses if loss is not None]
@@ -101,19 +99,15 @@ def _of_collection(
 ) -> list[Variable] | Variables:
     if isinstance(scope, Variables):
         return scope.collection(key)
-    return _handles(caller, key, scope)
+    return [v for v in _handles(caller, scope) if key in v.info.collections]
 
 
-def _handles(caller: str, key: str | None, scope: str | None) -> list[Variable]:
-    """The variables of a run, of the collection ``key``, in the order of creation."""
+def _handles(caller: str, scope: str | None) -> list[Variable]:
+    """The variables of a run."""
     if scope is not None and not isinstance(scope, str):
         raise TypeError(f"{caller} wants a scope, a string, got {type(scope).__name__}")
-    return [
-        v
-        for v in current_run(caller).variables.values()
-        if (scope is None or re.match(scope, v.name))
-        and (key is None or key in v.info.collections)
-    ]
+    variables = current_run(caller).variables.values()
+    return [v for v in variables if scope is None or re.match(scope, v.name)]
 
 
 def all_variables(scope: str | Variables | None = None) -> list[Variable] | Variables:

@@ -185,12 +185,7 @@ def _static_shape(shape: PartialShape, name: str) -> tuple[int, ...]:
 
 
 def create(run: Run, request: Request) -> tuple[VariableInfo, Value]:
-    """The properties and the first value of a new variable of ``run``, which is unchanged.
-
-    Raises:
-      TypeError, ValueError: for collections, a shape or a dtype that are not right.
-      RuntimeError: within an inner ``scan``, ``jit``, ... of the transformed function.
-    """
+    """The properties and first value of a new variable of ``run``, which is unchanged."""
     name = request.name
     if not run.in_own_trace():
         raise RuntimeError(

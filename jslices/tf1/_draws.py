@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jslices import is_slices
 from jslices.extend import called_by_any_jax_operator
 from jslices.tf1 import _run
-from jslices.tf1._arrays import ArrayOperators, MaybeLazy, TensorLike, TensorShape, plain
+from jslices.tf1._arrays import ArrayOperators, MaybeLazy, TensorLike, plain
 from jslices.tf1._run import DrawId, Initialization
 
 
@@ -99,16 +99,8 @@ class LazyValue(ArrayOperators):
         """The number of axes."""
         return len(self.shape)
 
-    def get_shape(self) -> TensorShape:
-        """The shape, by TensorFlow's older name."""
-        return TensorShape(self.shape)
-
     def value(self) -> jax.Array:
-        """The array.
-
-        Raises:
-          RuntimeError: unless a variable begins with it, or it was made with a seed.
-        """
+        """The array; a RuntimeError if no variable begins with it and it has no seed."""
         return self._make()
 
     def bind(self, name: str) -> None:
@@ -178,9 +170,6 @@ def drawn(
     """The result of ``what``: lazy in a transformed function, elsewhere an array.
 
     ``repeatable``: the numbers can be drawn again, as ``sample`` holds no arrays.
-
-    Raises:
-      RuntimeError: outside a transformed function, without a seed.
     """
     variable, run = _run.current_initialization(), _run.current_run_or_none()
     if variable is None and run is not None:

@@ -282,7 +282,7 @@ def get_variable(
     regularizer: Regularizer | None = None,
     **theirs: object,
 ) -> Variable:
-    """The variable of this name in the current scope: a new one, or the one to share.
+    """The variable of this name in the current scope: a new one, or the handle to share.
 
     Args:
       name: its name within the scope: ``v`` in the scope ``foo/bar`` is ``foo/bar/v:0``.
@@ -300,9 +300,6 @@ def get_variable(
         ``get_collection("regularization_losses")``. None means the scope's.
       theirs: ``partitioner=None`` and the like: TensorFlow's other keywords, if they have
         its defaults.
-
-    Returns:
-      The handle; the same object each time the variable is shared.
 
     Raises:
       ValueError: if the variable exists and the scope does not reuse, if it does not exist

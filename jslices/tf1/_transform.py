@@ -20,10 +20,11 @@ class Transformed(NamedTuple):
     """The pure functions that :func:`jslices.tf1.transform` returns.
 
     Attributes:
-      init: ``init(key, *args, **kwargs) -> variables``, the initial values. ``key`` may be
-        None if nothing is random.
+      init: ``init(key, *args, **kwargs) -> variables``, the initial values, whatever the
+        function assigns. ``key`` may be None if nothing is random.
       apply: ``apply(variables, *args, **kwargs) -> (out, variables)``, what the function
-        returns, and the variables after its assignments.
+        returns, and the variables after its assignments. Any mapping of name -> array will
+        do.
       abstract_init: ``abstract_init(key, *args, **kwargs) -> variables``: declared, not
         initialized, that is, shapes and dtypes (``jax.ShapeDtypeStruct``) only. Nothing is
         computed or drawn, so the key may be omitted, and arguments may be
@@ -49,9 +50,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         return a handle.
 
     Returns:
-      A :class:`Transformed`: ``init``, ``apply`` and ``abstract_init``. ``init`` runs
-      ``fn`` to find its variables, and returns their initial values, whatever ``fn``
-      assigns. ``apply`` accepts these, or any mapping of name -> array.
+      A :class:`Transformed`: ``init``, ``apply`` and ``abstract_init``.
 
     Raises:
       ValueError: from ``apply``, for a variable that is missing or has another shape,

@@ -15,7 +15,7 @@ import jslices as js
 from jslices import IndexedSlices
 from jslices.extend import check_slices
 from jslices.tf1 import _arrays
-from jslices.tf1._arrays import ArrayOperators, TensorLike, TensorShape, is_array, plain
+from jslices.tf1._arrays import ArrayOperators, TensorLike, is_array, plain
 from jslices.tf1._creation import Request, create, request_of
 from jslices.tf1._instead import INSTEAD, check_defaults, missing
 from jslices.tf1._names import bare_name
@@ -25,7 +25,7 @@ from jslices.tf1.dtypes import DType
 
 
 def _scattering(how: str, meaning: str) -> Callable[..., Array]:
-    """A method that changes rows as :func:`jslices.apply_slices` does."""
+    """A method that changes rows as :func:`jslices.apply_slices` does; see the class."""
     verb = f"scatter_{how}"
 
     def scatter(
@@ -37,7 +37,7 @@ def _scattering(how: str, meaning: str) -> Callable[..., Array]:
         return self._scatter(verb, how, sparse_delta)
 
     scatter.__name__, scatter.__qualname__ = verb, f"Variable.{verb}"
-    scatter.__doc__ = f"{meaning} See :meth:`scatter_add`."
+    scatter.__doc__ = meaning
     return scatter
 
 
@@ -64,9 +64,14 @@ class Variable(ArrayOperators):
 
     Operators, indexing, ``jax.numpy``, ``jax.nn`` and array methods accept a handle. The
     functions of ``jax.lax`` accept arrays only: pass them ``v.value()``; for a convolution
-    there is :func:`jslices.tf1.nn.conv2d`. ``==`` compares handles, not values. The methods
-    ``scatter_nd_add``, ``scatter_nd_sub`` and ``scatter_nd_update`` assign the results of
-    the functions of these names.
+    there is :func:`jslices.tf1.nn.conv2d`. ``==`` compares handles, not values.
+
+    The methods ``scatter_add``, ``scatter_sub``, ... take IndexedSlices of K rows
+    ``[K, *D]`` for a variable ``[V, *D]``, of its dtype, and return the new value. A row
+    number outside ``[0, V)`` is dropped (TensorFlow raises); ``dense_shape`` is ignored,
+    unless several axes number the rows. What duplicates do, and the cost, is as in the
+    function of that name. ``scatter_nd_add``, ``scatter_nd_sub`` and ``scatter_nd_update``
+    assign the results of the functions of these names.
 
     Args:
       initial_value: an array, number or list, the result of
@@ -155,10 +160,6 @@ class Variable(ArrayOperators):
         """The shape of the value."""
         asked = self._request.shape or ()
         return tuple(self._value.shape) if is_array(self._value) else asked
-
-    def get_shape(self) -> TensorShape:
-        """The shape, by TensorFlow's older name; it equals lists too."""
-        return TensorShape(self.shape)
 
     @property
     def device(self) -> str | None:
@@ -349,23 +350,9 @@ class Variable(ArrayOperators):
 
     # --- rows ---------------------------------------------------------------------------
 
-    def scatter_add(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Array:
-        """Add rows, ``v[indices[k]] += values[k]``; duplicates accumulate.
-
-        As in all scatter methods (``scatter_sub``, ``scatter_mul``, ``scatter_div``,
-        ``scatter_min``, ``scatter_max``, ``scatter_update``): ``sparse_delta`` holds K rows
-        ``[K, *D]`` for a variable ``[V, *D]``, of its dtype; a row number outside ``[0,
-        V)`` is dropped (TensorFlow raises); ``dense_shape`` is ignored, unless several axes
-        number the rows; the new value is returned. What duplicates do, and the cost, is as
-        in the function of that name.
-        """
-        return self._scatter("scatter_add", "add", sparse_delta)
-
+    scatter_add = _scattering(
+        "add", "Add rows, ``v[indices[k]] += values[k]``; duplicates accumulate."
+    )
     scatter_sub = _scattering("sub", "Subtract rows; duplicates accumulate.")
     scatter_mul = _scattering("mul", "Multiply by rows; duplicates compound.")
     scatter_div = _scattering(

@@ -444,17 +444,3 @@ truncated_normal = truncated_normal_initializer
 uniform_unit_scaling = uniform_unit_scaling_initializer
 variance_scaling = variance_scaling_initializer
 zeros = zeros_initializer
-
-__all__ = [
-    "constant",
-    "glorot_normal",
-    "glorot_uniform",
-    "ones",
-    "orthogonal",
-    "random_normal",
-    "random_uniform",
-    "truncated_normal",
-    "uniform_unit_scaling",
-    "variance_scaling",
-    "zeros",
-]

@@ -4,12 +4,11 @@ from typing import NamedTuple
 
 from jax.typing import ArrayLike
 
-from jslices.accumulators import (
-    SparseConditionalAccumulator as SparseConditionalAccumulator,
-)
-from jslices.tf1._ops import sparse_mask as mask
+from jslices import accumulators
+from jslices.tf1 import _ops
 
-__all__ = ["SparseConditionalAccumulator", "SparseTensor", "mask"]
+SparseConditionalAccumulator = accumulators.SparseConditionalAccumulator
+mask = _ops.sparse_mask
 
 
 class SparseTensor(NamedTuple):
