@@ -364,13 +364,14 @@ def _together(
         set_rows(x, indices, rows.astype(x.dtype))
         for x, rows in zip(arrays[num_read:], new_rows, strict=True)
     )
-    if adds:
-        return add_rows(arrays[0], indices, update, distinct), *new
     # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
     tall = update.reshape(indices.shape[0], 1, *update.shape[1:])
     tall = where_rows(indices < empty, tall, jnp.zeros((), update.dtype))
-    return tall.reshape(update.shape), *new
+    update = tall.reshape(update.shape)
+    if adds:  # what would be returned, to the bit: a select keeps it from a fused product
+        update = add_rows(arrays[0], indices, update, distinct)
+    return update, *new
 
 
 @jax.custom_jvp
