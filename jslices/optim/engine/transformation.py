@@ -540,7 +540,7 @@ def checked_gradient(
                 "s.indices.reshape(-1), s.dense_shape)"
             )
         num_bytes = grad.values.nbytes
-        if is_below(HINT_BYTES, num_bytes):
+        if is_below(HINT_BYTES - 1, num_bytes):
             hint_large_step(num_bytes)
         heights = [
             x.shape[: grad.row_axes] for x in (*[param] * (param is not None), *state)
