@@ -83,14 +83,14 @@ def add_rows_rounding(
     """``table`` with rows added, each row named rounded once, after its sum.
 
     As :func:`jslices._rows.sums.add_rows`; random bits are those of ``number(indices)``, as
-    the table may be a part of a larger one. Cost: a sort of K integers
-    (unless the rows are distinct), a gather and a scatter of ``K * D`` elements.
+    the table may be a part of a larger one. Cost: unless the rows are
+    distinct, numbering them, a gather and a scatter of ``K * D`` elements.
     """
     rows = rows.astype(jnp.float32)
     num_rows = height_of(table, rows)
     indices = canonical_indices(indices, num_rows)
     if not distinct:
-        rows, indices, _ = sum_duplicates(rows, indices, num_rows, None, packed=False)
+        rows, indices, _ = sum_duplicates(rows, indices, num_rows, None, order="any")
     axes = 1 + table.ndim - rows.ndim
     total = take_rows(table, indices, mode="clip", row_axes=axes).astype(jnp.float32) + rows
     return set_rows(table, indices, round_rows(total, number(indices), bits, table.dtype))

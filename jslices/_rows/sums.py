@@ -1,14 +1,16 @@
 """Summing the rows that share an index, in an order that is the same every time.
 
-Everywhere the indices are sorted. On a CPU that gives each distinct row a number, at which
-its occurrences are added one after the other. On other platforms the hardware orders
-additions to one place as it likes, so there the rows of each run of equal indices are
-summed by blocks (:func:`sums_of_runs`). Then no two floating numbers are written to one
-place.
+A CPU gives each distinct row a number, at which its occurrences are added one after the
+other. If the order of the rows is free, that is the entry at which it first occurs, looked
+up in a hash map, as XLA:CPU sorts slowly. On other platforms the hardware orders additions
+to one place as it likes, so there the indices are sorted, and the rows of each run of equal
+indices are summed by blocks (:func:`sums_of_runs`). Then no two floating numbers are
+written to one place.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,13 @@ COMBINERS: dict[str, Divisor | None] = {
 }
 COMBINER = OneOf(*COMBINERS)
 
+#: The order of distinct rows: sorted, or free, with empty entries at the end or anywhere.
+Order = Literal["sorted", "packed", "any"]
+
+#: The hash map has so many places for each id: then 1e5 random ids need three rounds. (A
+#: map with a place for every row of the table is no faster in the median of 28 steps.)
+PLACES_PER_ID = 4
+
 #: Entries of a run are summed within blocks of so many. At most so many make one block: its
 #: work is their square (on an H100, of 625 blocks of 64 numbers a fifth of Adam's step).
 BLOCK, ONE_BLOCK = 16, 256
@@ -42,7 +51,7 @@ def sum_duplicates(
     num_rows: int | None,
     size: int | None,
     combine: str = "sum",
-    packed: bool = True,
+    order: Order = "sorted",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -54,27 +63,27 @@ def sum_duplicates(
       size: U, the static number of entries returned; None means ``min(K, V)``, which
         always suffices.
       combine: a key of ``COMBINERS``.
-      packed: whether all empty entries are at the end. Otherwise they may be between the
-        rows, which saves two scatters, except on a CPU, if U is K.
+      order: the order of the rows; ``"any"`` is fastest.
 
     Returns:
-      ``(values [U, *D], indices [U], distinct [])``: distinct rows, sorted, and empty
-      entries (index V, zero values). ``distinct``, int32, is how many distinct rows there
-      are, which may be more than U.
+      ``(values [U, *D], indices [U], distinct [])``: distinct rows and empty entries (index
+      V, zero values). ``distinct``, int32, is how many distinct rows there are, which may
+      be more than U.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
         concrete. Under jit, where nothing can be raised, floating values become NaN, which
         then shows in the loss.
 
-    Cost: a sort of K integers, one pass over ``[K, *D]`` and one over ``[U, *D]``.
+    Cost: a sort of K integers (on a CPU, unless the rows are sorted, a few passes over
+    them), one pass over ``[K, *D]`` and one over ``[U, *D]``.
     """
     num_ids = indices.shape[0]
     enough = access.room_for_distinct(num_ids, num_rows)
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
-    how = num_rows, capacity, combine, packed
+    how = num_rows, capacity, combine, order
     unique, summed, distinct = _sum_duplicates(values, indices, *how)
     if capacity != enough and not access.is_below(enough, capacity):
         summed = _refuse_overflow(summed, distinct, capacity)
@@ -89,7 +98,7 @@ def _sum_duplicates(
     num_rows: int | None,
     capacity: int,
     combine: str,
-    packed: bool,
+    order: Order,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(indices [U], sums [U, *D], distinct [])``, whether they fit or not."""
     num_ids = indices.shape[0]
@@ -102,9 +111,9 @@ def _sum_duplicates(
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
         divisor = COMBINERS[combine]
-        in_turn = functools.partial(_in_turn, num_rows, capacity, divisor)
+        in_turn = functools.partial(_in_turn, num_rows, capacity, divisor, order)
         by_runs = functools.partial(
-            _by_runs, jnp.array(empty, indices.dtype), capacity, divisor, packed
+            _by_runs, jnp.array(empty, indices.dtype), capacity, divisor, order
         )
         unique, summed, distinct = lax.platform_dependent(
             indices,
@@ -129,12 +138,17 @@ def _in_turn(
     num_rows: int | None,
     capacity: int,
     divisor: Divisor | None,
+    order: Order,
     indices: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each row is added to those before it, at the number of its index."""
     indices = access.canonical_indices(indices, num_rows)
-    unique, numbers, distinct = number_rows(indices, num_rows, capacity)
+    if order == "sorted" or num_rows is None or _jax.is_symbolic(indices.shape[0]):
+        unique, numbers, distinct = number_rows(indices, num_rows, capacity)
+    else:
+        packed = order == "packed" or access.is_below(capacity, indices.shape[0])
+        unique, numbers, distinct = number_by_first(indices, num_rows, capacity, packed)
     wide = widened(values)
     zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
     (zeros,) = _jax.as_varying_as([wide], zeros)  # JAX adds no rows without elements
@@ -152,14 +166,14 @@ def _by_runs(
     empty: jax.Array,
     capacity: int,
     divisor: Divisor | None,
-    packed: bool,
+    order: Order,
     indices: jax.Array,
     values: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The indices are sorted, and the rows of equal ones summed.
 
     Each sum is where its row occurs first among the sorted indices, and the other entries
-    are empty: unless they must be packed there is nothing to move.
+    are empty: in any order there is nothing to move.
     """
     ordered, positions = sort_ids(indices)
     summed = sums_of_runs(ordered, _in_order(widened(values), positions))
@@ -170,7 +184,7 @@ def _by_runs(
     zero = jnp.zeros((), summed.dtype)
     summed = access.where_rows(named, summed, zero).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
-    if packed or access.is_below(capacity, indices.shape[0]):
+    if order != "any" or access.is_below(capacity, indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
         numbers = jnp.where(named, jnp.minimum(numbers, capacity), capacity)
 
@@ -214,7 +228,7 @@ def add_rows(
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         empty = jnp.array(access.height_of(table, rows), indices.dtype)
-        indices, rows, _ = _by_runs(empty, indices.shape[0], None, False, indices, rows)
+        indices, rows, _ = _by_runs(empty, indices.shape[0], None, "any", indices, rows)
         return access.add_distinct_rows(table, indices, rows)
 
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
@@ -361,6 +375,59 @@ def number_by_runs(indices: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     here = jnp.arange(ordered.shape[0], dtype=jnp.int32)
     numbers = lax.cummax(jnp.where(starts_of_runs(ordered), here, 0))
     return unique, jnp.zeros_like(here).at[positions].set(numbers, unique_indices=True)
+
+
+def number_by_first(
+    indices: jax.Array, num_rows: int, capacity: int, packed: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """:func:`number_rows`, by the entries at which rows first occur, for a CPU.
+
+    The rows are in that order, ``packed`` or with empty entries between, U being K then.
+    Cost: some ten passes over K integers; 4 to 8 K more are written, as often as ids collide.
+    """
+    first = first_entries(indices, num_rows)
+    is_first = first == jnp.arange(first.shape[0], dtype=first.dtype)
+    distinct = jnp.sum(is_first, dtype=jnp.int32)
+    if not packed:
+        return jnp.where(is_first, indices, num_rows), first, distinct
+    counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    numbers = access.take_rows(counted, first, fill_value=capacity)
+    unique = (
+        jnp.full((capacity,), num_rows, indices.dtype)
+        .at[jnp.where(is_first, counted, capacity)]
+        .set(indices, **access.DROP)
+    )
+    return unique, numbers, distinct
+
+
+def first_entries(indices: jax.Array, num_rows: int) -> jax.Array:
+    """The entry at which the row of each entry first occurs: int32 ``[K]``, K if empty.
+
+    A hash map: of the rows at one place the first is settled, the others try another hash.
+    """
+    count = indices.shape[0]
+    bits = (PLACES_PER_ID * count - 1).bit_length()
+    here = jnp.arange(count, dtype=jnp.int32)
+    searching, empty = count + 1, count
+    key = indices.astype(jnp.int32)
+    if indices.dtype.itemsize == 8:
+        key ^= (indices >> 32).astype(jnp.int32) * jnp.int32(0x45EBCA6B)
+
+    def settle(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, multiplier = state
+        # Multiplicative hashing (Knuth): the high bits of a product with an odd number.
+        hashed = lax.shift_right_logical(key * multiplier, jnp.int32(32 - bits))
+        place = jnp.where(first == searching, hashed, 1 << bits)
+        first_at = jnp.full((1 << bits,), empty, jnp.int32)
+        first_at = first_at.at[place].min(here, **access.DROP)
+        found = access.take_rows(first_at, hashed, mode="promise_in_bounds")
+        same = access.take_rows(indices, found, mode="clip") == indices
+        first = jnp.where((first == searching) & same, found, first)
+        return first, multiplier + jnp.int32(0x5BD1E996)
+
+    start = jnp.where(indices < num_rows, searching, empty).astype(jnp.int32)
+    unsettled = lambda state: jnp.any(state[0] == searching)  # noqa: E731
+    return lax.while_loop(unsettled, settle, (start, jnp.int32(-1640531527)))[0]
 
 
 @jax.jit

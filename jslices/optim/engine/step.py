@@ -29,7 +29,7 @@ from jslices._rows.access import (
     take_rows,
     where_rows,
 )
-from jslices._rows.sums import add_rows, sum_duplicates, widened
+from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
 from jslices._slices import (
     Facts,
     IndexedSlices,
@@ -326,9 +326,9 @@ def execute(
         return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read, adds)
     num_rows = None if sizes is None else math.prod(sizes)
     if plan.sums:
-        packed = plan.way == "in chunks"
+        order: Order = "packed" if plan.way == "in chunks" else "any"
         values, indices, present = sum_duplicates(
-            values, indices, num_rows, plan.capacity, packed=packed
+            values, indices, num_rows, plan.capacity, order=order
         )
     else:
         indices = canonical_indices(indices, num_rows)
@@ -364,14 +364,17 @@ def _together(
         set_rows(x, indices, rows.astype(x.dtype))
         for x, rows in zip(arrays[num_read:], new_rows, strict=True)
     )
-    # XLA gathers the gradient as [K, 1, *D]. In this shape the update overwrites it;
+    if adds:
+        return add_rows(arrays[0], indices, update, distinct), *new
+    # XLA gathers the gradient as [K, 1, D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
-    tall = update.reshape(indices.shape[0], 1, *update.shape[1:])
-    tall = where_rows(indices < empty, tall, jnp.zeros((), update.dtype))
-    update = tall.reshape(update.shape)
-    if adds:  # what would be returned, to the bit: a select keeps it from a fused product
-        update = add_rows(arrays[0], indices, update, distinct)
-    return update, *new
+    tall = update.reshape(indices.shape[0], 1, math.prod(update.shape[1:]))
+    # As "the first so many elements", which LLVM vectorizes for a CPU: with a bool for each
+    # row, steps of Adagrad and RMSProp in short rows take 1.3 times as long.
+    stop = jnp.where(indices < empty, tall.shape[2], 0)[:, None, None]
+    kept = lax.broadcasted_iota(stop.dtype, tall.shape, 2) < stop
+    tall = jnp.where(kept, tall, jnp.zeros((), tall.dtype))
+    return tall.reshape(update.shape), *new
 
 
 @jax.custom_jvp
