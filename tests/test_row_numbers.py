@@ -1,6 +1,4 @@
-"""Numbering rows by their first entries, against the sort and against NumPy."""
-
-import functools
+"""Sums of rows in no order, as norms and optimizers take them, against sorted ones."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jslices._rows.sums import number_by_first, sum_duplicates
+import jslices as js
 
-K, V = 520, 3000
-
-
-@functools.cache
-def number(num_rows=V, packed=True):
-    return jax.jit(lambda ids: number_by_first(ids, num_rows, ids.shape[0], packed))
+K, V = 520, 30_000  # too many rows for a pass over the table
+HEAVY_BALL = js.sgd(1.0, momentum=0.9)  # the first update is the gradient, negative
 
 
 def draw(seed, distinct, empty):
@@ -25,77 +19,61 @@ def draw(seed, distinct, empty):
     return np.where(rng.random(K) < empty, V, ids).astype(np.int32)
 
 
+@jax.jit
+def both_ways(values, ids):
+    grad = js.IndexedSlices(values, ids, (V, values.shape[1]))
+    table = jnp.zeros(grad.dense_shape)
+    update, _ = HEAVY_BALL.update(grad, HEAVY_BALL.init(table), table)
+    return grad.coalesce(), update
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     distinct=st.integers(1, 2 * K),
     empty=st.sampled_from((0.0, 0.3, 1.0)),
 )
-def test_each_row_is_numbered_by_its_first_entry(seed, distinct, empty):
+def test_sums_have_the_bits_of_sorted_ones(seed, distinct, empty):
     ids = draw(seed, distinct, empty)
-    present = list(dict.fromkeys(ids[ids < V].tolist()))
-    where = {i: ids.tolist().index(i) for i in present}
-    unique, numbers, count = map(np.asarray, number()(ids))
-    assert count == len(present)
-    assert unique.tolist() == present + [V] * (K - len(present))
-    assert numbers.tolist() == [present.index(i) if i < V else K for i in ids.tolist()]
-    unique, numbers, count = map(np.asarray, number(packed=False)(ids))
-    assert count == len(present)
-    assert numbers.tolist() == [where.get(i, K) for i in ids.tolist()]
-    firsts = set(where.values())
-    assert unique.tolist() == [i if n in firsts else V for n, i in enumerate(ids)]
+    values = np.random.default_rng(seed).normal(size=(K, 3)).astype(np.float32)
+    by_row, update = jax.device_get(both_ways(values, ids))
+    order = np.argsort(update.indices, kind="stable")
+    assert len(order) == K
+    np.testing.assert_array_equal(update.indices[order], by_row.indices)
+    np.testing.assert_array_equal(-update.values[order], by_row.values)
+    assert len(set(ids.tolist()) - {V}) == (by_row.indices < V).sum()
 
 
-@pytest.mark.parametrize("order", ("sorted", "any"))
-def test_a_cpu_sorts_only_rows_that_must_be_sorted(order):
-    summed = jax.jit(lambda x, ids: sum_duplicates(x, ids, V, None, order=order))
-    traced = summed.trace(
-        jax.ShapeDtypeStruct((K, 16), jnp.float32), jax.ShapeDtypeStruct((K,), jnp.int32)
-    )
+@pytest.mark.parametrize("way", (js.global_norm, lambda slices: slices.coalesce()))
+def test_a_cpu_sorts_only_what_must_be_sorted(way):
+    values = jax.ShapeDtypeStruct((K, 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((K,), jnp.int32)
+    traced = jax.jit(lambda x, i: way(js.IndexedSlices(x, i, (V, 16)))).trace(values, ids)
     for platform in ("cpu", "cuda", "tpu"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert ("stablehlo.sort" in text) == (platform != "cpu" or order == "sorted")
+        assert ("stablehlo.sort" in text) == (platform != "cpu" or way != js.global_norm)
+
+
+def norm(ids, num_rows=V):
+    """The norm of ones: of how often each row is named."""
+    return js.global_norm(js.IndexedSlices(jnp.ones((K, 1)), ids, (num_rows, 1)))
 
 
 @pytest.mark.parametrize("stride", (1, 1 << 12, 1 << 20, 2654435769 % 4093))
 def test_ids_that_are_evenly_spaced(stride):
-    ids = jnp.arange(K) * stride
-    unique, numbers, count = number(2**31 - 1)(ids)
-    np.testing.assert_array_equal(unique, ids)
-    np.testing.assert_array_equal(numbers, np.arange(K))
-    assert count == K
+    for times in (1, 2, K):  # that each row is named
+        ids = jnp.arange(K) // times * stride
+        np.testing.assert_allclose(norm(ids, 2**31 - 1), np.sqrt(K * times), rtol=1e-6)
 
 
-def test_sums_have_the_bits_of_sorted_ones():
-    ids = jnp.asarray(draw(3, 200, 0.1))
-    values = jax.random.normal(jax.random.key(0), (K, 16))
-    orders = ("sorted", "packed", "any")
-    every = jax.jit(lambda v, i: [sum_duplicates(v, i, V, None, order=o) for o in orders])
-    (a, rows_a, count), *others = jax.device_get(every(values, ids))
-    assert count == len(set(rows_a.tolist()) - {V})
-    for b, rows_b, count_b in others:
-        order = np.argsort(rows_b, kind="stable")
-        assert count_b == count
-        np.testing.assert_array_equal(rows_a, rows_b[order])
-        np.testing.assert_array_equal(a, b[order])
-
-
-def test_under_vmap_and_with_64_bit_ids():
-    batch = np.stack([draw(s, 300, 0.2) for s in (1, 2)])
-    together = jax.jit(jax.vmap(number()))(batch)
-    for n, ids in enumerate(batch):
-        for got, want in zip(together, number()(ids), strict=True):
-            np.testing.assert_array_equal(got[n], want)
-    with jax.enable_x64(True):
-        wide = number()(jnp.asarray(batch[0], jnp.int64))
-        assert wide[0].dtype == jnp.int64
-        np.testing.assert_array_equal(wide[0], together[0][0])
+def test_under_vmap():
+    batch = jnp.stack([draw(seed, 300, 0.2) for seed in (1, 2)])
+    for ids, got in zip(np.asarray(batch), jax.vmap(norm)(batch), strict=True):
+        counts = np.bincount(ids[ids < V])
+        np.testing.assert_allclose(got, np.sqrt((counts**2.0).sum()), rtol=1e-6)
 
 
 def test_64_bit_ids_that_differ_in_their_high_half_only():
     with jax.enable_x64(True):
-        ids = jnp.arange(K, dtype=jnp.int64) % 300 << 32
-        unique, numbers, count = number(2**50)(ids)
-        assert count == 300
-        np.testing.assert_array_equal(unique[:300], np.arange(300) << 32)
-        np.testing.assert_array_equal(numbers, np.arange(K) % 300)
+        ids = jnp.arange(K, dtype=jnp.int64) % (K // 2) << 32
+        np.testing.assert_allclose(norm(ids, 2**50), np.sqrt(2 * K), rtol=1e-6)

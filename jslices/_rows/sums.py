@@ -383,7 +383,7 @@ def number_by_first(
     """:func:`number_rows`, by the entries at which rows first occur, for a CPU.
 
     The rows are in that order, ``packed`` or with empty entries between, U being K then.
-    Cost: some ten passes over K integers; 4 to 8 K more are written, as often as ids collide.
+    Cost: some ten passes over K integers and one over 4 to 8 K, as often as ids collide.
     """
     first = first_entries(indices, num_rows)
     is_first = first == jnp.arange(first.shape[0], dtype=first.dtype)
