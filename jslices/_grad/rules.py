@@ -600,7 +600,7 @@ def _tile(eqn: Equation, operands: Values, lead: int) -> Result:
     if set(reps[lead:]) <= {1}:
         return [view]
     columns = {"reps": (*once, *reps[lead:])}
-    return _views(eqn, [view], lead, lambda rows: columns)
+    return _views(eqn, [view], lead, lambda rows: columns, [False])
 
 
 @rule_for("transpose")
