@@ -9,11 +9,13 @@ import dis
 import errno
 import fcntl
 import functools
+import json
 import mmap
 import os
 import pathlib
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -463,6 +465,73 @@ def test_journals_of_other_tables(killed, tmp_path):
         js.HostTable((V, D), js.adam(0.1), folder / "table")
 
 
+HEAD, CHECKSUM = struct.Struct("<8sIIIIQ16s"), struct.Struct("<I")
+WORDS = 3 * 4 * (D + 1)  # bytes of the records of a step
+
+
+def crafted(journal, change, parts=1):
+    """A journal with another index, so many times its rows, and right checksums."""
+    magic, *flags, _, _, boot = HEAD.unpack(journal[: HEAD.size])
+    index, _, rest = journal[4096:].partition(b"\n")
+    index = change(json.loads(index))
+    index = index if isinstance(index, bytes) else json.dumps(index).encode()
+    body = index + b"\n" + rest[:-WORDS] * parts + rest[-WORDS:] * parts
+    head = HEAD.pack(magic, *flags, zlib.crc32(body), len(body), boot)
+    return (head + CHECKSUM.pack(zlib.crc32(head))).ljust(4096, b"\0") + body
+
+
+def started(pairs):
+    """A file and its journal from the middle of a step."""
+    return next((f, j) for f, j in pairs if HEAD.unpack(j[: HEAD.size])[1])
+
+
+STRANGE = [-1, 0, 3, 2**31, 2**63 - 1, 2**64, 1.5, "12", None, True, [], {}, "\0", "/dev"]
+STRANGE_INDEX = [
+    *(
+        lambda x, n=n, y=y: [[*x[0][:n], y, *x[0][n + 1 :]]]
+        for n in range(6)
+        for y in STRANGE
+    ),
+    *(lambda x, n=n: [x[0][:n]] for n in range(6)),
+    *(lambda _, text=text: text for text in (b"[" * 100_000, b"\xff", b"7", b"[]", b"{}")),
+    lambda x: x * 2,
+    lambda x: [x[0] * 2],
+]
+
+
+def test_crafted_journals(killed, tmp_path):
+    """They end in an error that names them, or in the step that they hold."""
+    file, journal = started(killed[0])
+    assert outcomes(tmp_path, [(file, crafted(journal, lambda x: x))]) == (1, [])
+    others = [(file, crafted(journal, change)) for change in STRANGE_INDEX]
+    count, _ = outcomes(tmp_path, others)
+    assert count < 0.2 * len(others)
+
+
+@pytest.mark.parametrize("link", (None, "elsewhere", "table-journal"))
+def test_a_journal_writes_to_no_file_that_does_not_point_to_it(killed, tmp_path, link):
+    """A table that somebody sent, beside one of the user's with the same id and layout."""
+    file, journal = started(killed[0])
+    victim, sent = tmp_path / "victim", file.replace(uuid_in(journal), bytes(16))
+    victim.write_bytes(file)
+    both = lambda x: [["table", "0" * 32, *x[0][2:]], ["victim", *x[0][1:]]]  # noqa: E731
+    path = put(tmp_path, sent, crafted(journal, both, parts=2))
+    if link:
+        os.symlink(link, tmp_path / "victim-journal")
+    if link == "table-journal":  # as tables that are stored together have it
+        opened(path).close()
+        assert victim.read_bytes() != file
+        return
+    with pytest.raises(js.DataLossError, match=r"victim is another now"):
+        opened(path)
+    assert victim.read_bytes() == file and path.read_bytes() == sent
+
+
+def uuid_in(journal):
+    """The id of the file that a journal belongs to."""
+    return bytes.fromhex(json.loads(journal[4096:].partition(b"\n")[0])[0][1])
+
+
 def test_an_older_copy_beside_a_later_journal(tmp_path):
     path = tmp_path / "table"
     with opened(path) as table:
@@ -663,9 +732,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         table = opened(tmp_path / "t")
         step(table)
         table.close()
-        with pytest.warns(
-            UserWarning, match=r"t cannot be locked .*one process alone"
-        ):
+        with pytest.warns(UserWarning, match=r"t cannot be locked .*one process alone"):
             table = opened(tmp_path / "t")
         assert check_whole(table) == 1
         table.close()

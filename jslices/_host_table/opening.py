@@ -1,13 +1,14 @@
 """Opening the file of a host table: locked, and restored to a whole step."""
 
 import contextlib
+import functools
 import os
 import struct
 
 from jslices import DataLossError, NotFoundError
 from jslices._host_table import records as storage
 from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
-from jslices._host_table.records import File, FileForm, FileRecords
+from jslices._host_table.records import File, FileForm, FileRecords, Offsets
 from jslices.checkpoint import files
 
 
@@ -70,7 +71,7 @@ def settle(file: File, form: FileForm) -> None:
             "that, to take the rows as they are"
         )
     replayed = head is not None and head.started and _replay(file, form, head)
-    done, in_progress = _numbers(file, len(form.head), form.mark)
+    done, in_progress = _numbers(file, form.at)
     if in_progress != done or done < 0:
         raise DataLossError(
             f"{path} was left in the middle of write {in_progress}, with {done} that are "
@@ -91,7 +92,7 @@ def _replay(file: File, form: FileForm, head: Head) -> bool:
     path, journal = file.path, storage.journal_of(file.path)
     parts = read_body(path, journal, head)
     paths = [part.file for part in parts]
-    own = file.read_at(form.mark, 16).hex()
+    own = file.read_at(form.at.mark, 16).hex()
     if own not in [part.id for part in parts]:
         if path not in paths and os.path.islink(journal):
             return False
@@ -111,45 +112,63 @@ def _replay(file: File, form: FileForm, head: Head) -> bool:
                 )
             if other is not file:
                 stack.enter_context(other)
-            if _lacks(other, part, journal):
-                todo.append((other, part))
-        for other, part in todo:
-            _write_part(other, part)
+            at = form.at if other is file else _offsets(other, journal)
+            if at is None or not _is_of(other, at, part):
+                raise DataLossError(
+                    f"{journal} has a step of a table that was at {part.file}, and "
+                    f"{part.file} is another now (a copy that was put back, or a new one): "
+                    f"delete {journal} to take that one as it is, or put the first table "
+                    "back"
+                )
+            if _lacks(other, at, part, journal):
+                todo.append(functools.partial(_write_part, other, at, part))
+        for write in todo:
+            write()
     return True
 
 
-def _lacks(file: File, part: FilePart, journal: str) -> bool:
-    """True if a file lacks a part; refuses a part of another file."""
-    path, id_ = file.path, file.read_at(part.mark, 16).hex()
-    size = part.first + part.num_rows * part.record
-    if id_ != part.id or os.fstat(file.fileno()).st_size != size:
-        raise DataLossError(
-            f"{journal} has a step of a table that was at {path}, and {path} is another "
-            f"now (a copy that was put back, or a new one): delete {journal} to take that "
-            "one as it is, or put the first table back"
-        )
-    done, in_progress = _numbers(file, part.state, part.mark)
+def _offsets(other: File, journal: str) -> Offsets | None:
+    """The offsets in another file that a journal names; None if that is not its journal.
+
+    A crafted one could name any file.
+    """
+    beside = storage.journal_of(other.path)
+    if os.path.realpath(beside) != os.path.realpath(journal):
+        return None
+    return storage.offsets_of(other)
+
+
+def _is_of(file: File, at: Offsets, part: FilePart) -> bool:
+    """True if a part is of this file."""
+    fits = (at.record, at.shared) == (part.record, part.shared)
+    inside = bool(((part.rows >= 0) & (part.rows < at.rows)).all())
+    return fits and inside and file.read_at(at.mark, 16).hex() == part.id
+
+
+def _lacks(file: File, at: Offsets, part: FilePart, journal: str) -> bool:
+    """True if a file lacks a part of its own."""
+    done, in_progress = _numbers(file, at)
     if part.number <= done == in_progress:
         return False
     if part.number != done + 1 or in_progress not in (done, part.number):
         raise DataLossError(
-            f"{journal} has write {part.number} of {path}, which has only {done}: it was "
-            f"replaced by an older copy. Delete {journal} to take that one as it is"
+            f"{journal} has write {part.number} of {file.path}, which has only {done}: it "
+            f"was replaced by an older copy. Delete {journal} to take that one as it is"
         )
     return True
 
 
-def _write_part(file: File, part: FilePart) -> None:
+def _write_part(file: File, at: Offsets, part: FilePart) -> None:
     number = struct.pack("<q", part.number)
-    file.write_at(part.mark + 16, number)
+    file.write_at(at.mark + 16, number)
     for row, record in zip(part.rows.tolist(), part.words, strict=True):
-        file.write_at(part.first + row * part.record, record)
-    file.write_at(part.state + 8, part.values)
-    file.write_at(part.state, number)
+        file.write_at(at.first + row * at.record, record)
+    file.write_at(at.state + 8, part.values)
+    file.write_at(at.state, number)
 
 
-def _numbers(file: File, state: int, mark: int) -> tuple[int, int]:
+def _numbers(file: File, at: Offsets) -> tuple[int, int]:
     """``done`` and ``in_progress`` of a file."""
-    (done,) = struct.unpack("<q", file.read_at(state, 8))
-    (in_progress,) = struct.unpack("<q", file.read_at(mark + 16, 8))
+    (done,) = struct.unpack("<q", file.read_at(at.state, 8))
+    (in_progress,) = struct.unpack("<q", file.read_at(at.mark + 16, 8))
     return done, in_progress

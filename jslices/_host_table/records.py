@@ -1,6 +1,6 @@
 """Records of a host table, in memory or in a file, and the format of the file.
 
-    description   whole pages: a magic line, then rows and fields in JSON
+    description   whole pages: a magic line, then rows, fields and sizes in JSON
     state         whole pages: ``done``, the values that all rows share; at the end a mark,
                   the file's ``id`` and ``in_progress``
     records       ``[V, words]``; those of rows that never began are zero
@@ -16,6 +16,7 @@ import errno
 import io
 import json
 import mmap
+import operator
 import os
 import shutil
 import stat
@@ -37,9 +38,12 @@ except ImportError:  # Windows: a file can be opened twice
     fcntl = None  # type: ignore[assignment]
 
 PAGE = 4096
+#: The bytes of a description are at most so many.
+MOST_DESCRIBED = 1 << 24
 _MAGIC = b"jslices host table 2\n"
 #: The end of the state: ``id`` and ``in_progress``.
 _MARK = struct.Struct("<16sq")
+_DONE = np.dtype(np.int64)
 
 
 class File(io.FileIO):
@@ -142,26 +146,59 @@ def parts_of(num_rows: int, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, num_rows))
 
 
+class Offsets(NamedTuple):
+    """Where things are in a file, in bytes."""
+
+    state: int  #: ``done``, then the values that all rows share
+    mark: int  #: the id and ``in_progress``
+    first: int  #: the records
+    record: int  #: the size of one
+    rows: int  #: V
+    shared: int  #: the size of the values that all rows share
+
+    @property
+    def size(self) -> int:
+        return self.first + self.rows * self.record
+
+
+def offsets_in(head: bytes) -> Offsets:
+    """The offsets in a file that begins like this.
+
+    Raises:
+      Exception: of any kind, for what is no description.
+    """
+    text = head[: head.index(b"\n", len(_MAGIC)) + 1]
+    about = json.loads(text[len(_MAGIC) :])
+    rows, record, size = (operator.index(about[n]) for n in ("rows", "record", "state"))
+    state = _whole_pages(len(text))
+    first = _whole_pages(state + size + _MARK.size)
+    return Offsets(state, first - _MARK.size, first, record, rows, size - _DONE.itemsize)
+
+
+def offsets_of(file: File) -> Offsets | None:
+    """The offsets in a file; None unless it is a whole one of a host table."""
+    head = file.read_at(0, MOST_DESCRIBED)
+    with contextlib.suppress(Exception):  # whatever a crafted description raises
+        offsets = offsets_in(head)
+        if head.startswith(_MAGIC) and offsets.size == os.fstat(file.fileno()).st_size:
+            return offsets
+    return None
+
+
 class FileForm:
-    """Offsets in a file of a layout with so many rows.
+    """The form of a file of a layout with so many rows.
 
     ``shared`` are the values that all rows share at the beginning.
     """
 
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
-        self.shared, self.head = shared, _description(layout, num_rows)
+        self.shared = shared
         #: Shapes and dtypes in the state: ``done``, then the values that all rows share.
-        self.like = [((), np.dtype(np.int64)), *((x.shape, x.dtype) for x in shared)]
-        state = sum(np.dtype(t).itemsize * int(np.prod(s)) for s, t in self.like)
-        #: Offset of the records, and before them of the mark; bytes of a record.
-        self.first = _whole_pages(len(self.head) + state + _MARK.size)
-        self.mark = self.first - _MARK.size
-        self.record = layout.words * layout.word.itemsize
-        self.words, self.word, self.rows = layout.words, layout.word, num_rows
-
-    @property
-    def size(self) -> int:
-        return self.first + self.rows * self.record
+        self.like = [((), _DONE), *((x.shape, x.dtype) for x in shared)]
+        size = _DONE.itemsize + sum(x.nbytes for x in shared)
+        self.head = _description(layout, num_rows, size)
+        self.at = offsets_in(self.head)
+        self.words, self.word = layout.words, layout.word
 
     def check(self, file: File) -> None:
         """Refuse a file of another kind or table, and one that was cut off or extended."""
@@ -169,8 +206,9 @@ class FileForm:
         magic = start[: len(_MAGIC)]
         if len(start) < PAGE and _MAGIC.startswith(magic):
             raise DataLossError(
-                f"{path} is cut off after {len(start)} bytes, and a HostTable has at least "
-                f"{self.first}: put a copy in its place, or delete it to begin a new table"
+                f"{path} is cut off after {len(start)} bytes, and a HostTable has at "
+                f"least {self.at.first}: put a copy in its place, or delete it to begin a "
+                "new table"
             )
         if magic != _MAGIC:
             raise InvalidArgumentError(
@@ -185,10 +223,11 @@ class FileForm:
                 "with. table.grow(rows) gives it more rows"
             )
         length = os.fstat(file.fileno()).st_size
-        if length != self.size:
+        if length != self.at.size:
             raise DataLossError(
-                f"{path} is {length} bytes long, and its {self.rows} rows take {self.size}:"
-                " it was cut off or written by something else. Put a copy in its place"
+                f"{path} is {length} bytes long, and its {self.at.rows} rows take "
+                f"{self.at.size}: it was cut off or written by something else. Put a copy "
+                "in its place"
             )
 
 
@@ -205,20 +244,19 @@ class FileRecords(Records):
         self._file = File(path, "r+")
         try:
             if _is_in_memory(self._file):  # where reading a hole takes room as well
-                _allocate(self._file, form.size)
-            self._map = mmap.mmap(self._file.fileno(), form.size)
+                _allocate(self._file, form.at.size)
+            self._map = mmap.mmap(self._file.fileno(), form.at.size)
         except BaseException:
             self._file.close()
             raise
         if hasattr(mmap, "MADV_RANDOM"):  # read one page, not those around it
             self._map.madvise(mmap.MADV_RANDOM)
-        self.done, *self.shared = _arrays(self._map, len(form.head), form.like)
-        (self.array,) = _arrays(
-            self._map, form.first, [((form.rows, form.words), form.word)]
-        )
+        self.done, *self.shared = _arrays(self._map, form.at.state, form.like)
+        like = (form.at.rows, form.words), form.word
+        (self.array,) = _arrays(self._map, form.at.first, [like])
         # ``in_progress`` is ``done``, or one more while a write goes on.
         mark = [((16,), np.dtype(np.uint8)), ((), np.dtype(np.int64))]
-        self.id, self.in_progress = _arrays(self._map, form.mark, mark)
+        self.id, self.in_progress = _arrays(self._map, form.at.mark, mark)
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
@@ -241,7 +279,7 @@ class FileRecords(Records):
         super().apply(part)
 
     def put(self, start: int, words: np.ndarray) -> None:
-        offset = self.form.first + start * self.form.record
+        offset = self.form.at.first + start * self.form.at.record
         self._file.write_at(offset, words)
 
     def flush(self) -> None:
@@ -282,15 +320,15 @@ class FileRecords(Records):
 def make(path: str, form: FileForm) -> FileRecords:
     """Make a file under a temporary name, locked; ``publish`` gives it its own."""
     clean(path)
-    _check_room(path, form.size)
+    _check_room(path, form.at.size)
     temporary = files.temporary_path(path, files.new_id())
     lock = File(files.open_new(temporary), "r+")
     try:
         lock.renamed = temporary
-        os.ftruncate(lock.fileno(), form.size)
+        os.ftruncate(lock.fileno(), form.at.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
-        lock.write_at(len(form.head), state)
-        lock.write_at(form.mark, _MARK.pack(os.urandom(16), 0))
+        lock.write_at(form.at.state, state)
+        lock.write_at(form.at.mark, _MARK.pack(os.urandom(16), 0))
         lock.write_at(0, form.head)
         return FileRecords(temporary, lock, form, temporary=True)
     except BaseException:
@@ -390,7 +428,7 @@ def _check_room(path: str, size: int) -> None:
         )
 
 
-def _description(layout: Layout, num_rows: int) -> bytes:
+def _description(layout: Layout, num_rows: int, state: int) -> bytes:
     """The first pages of a file: its layout in JSON."""
 
     def described(fields: Sequence[Field]) -> list[list[Any]]:
@@ -398,6 +436,8 @@ def _description(layout: Layout, num_rows: int) -> bytes:
 
     description = {
         "rows": num_rows,
+        "record": layout.words * layout.word.itemsize,
+        "state": state,
         "fields": described(layout.fields),
         "shared": described(layout.shared),
     }
