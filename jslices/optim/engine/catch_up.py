@@ -22,6 +22,7 @@ from jslices._jax import flatten
 from jslices._place.boundary import (
     mesh_of,
     on_any_mesh,
+    one_program,
     platform_at_hand,
     row_major_array,
 )
@@ -37,13 +38,12 @@ from jslices._rows.sums import number_by_runs
 from jslices._slices import (
     Facts,
     IndexedSlices,
-    one_program,
     rows_at,
     sent_to_owners,
     slices_of,
 )
 from jslices._typing import Leaf, Params, PyTree
-from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
 from jslices.optim.engine.step import (
     Plan,
@@ -289,12 +289,13 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     ) -> tuple[jax.Array, ...]:
         count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
-        missed = steps.missed(count, run, tables, last, snapshot)
-        missed = jax.tree.map(lambda x: per_row(x, p), missed)
-        move, *new = steps.advance(Missed(*missed), p, *arrays)
-        # A row that missed nothing stays as it is, to the bit.
         late = last < count
-        move = where_rows(late, move, jnp.array(-0.0, move.dtype))
+        column = per_row(late, p)
+        missed = steps.missed(count, run, tables, last, snapshot)
+        missed = jax.tree.map(lambda x: x.reshape(column.shape), missed)
+        move, *new = steps.advance(missed, p, *arrays)
+        # A row that missed nothing stays as it is, to the bit.
+        move = jnp.where(column, move, jnp.array(-0.0, move.dtype))
         moved = [
             where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, arrays, strict=True)

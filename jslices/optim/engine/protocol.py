@@ -15,6 +15,7 @@ from jslices._jax import flatten
 from jslices._place.boundary import (
     like_first,
     on_any_mesh,
+    one_program,
     row_major_array,
     shardings_of,
     split_rows,
@@ -32,7 +33,6 @@ from jslices._slices import (
     IndexedSlices,
     check_slices,
     each_shard,
-    one_program,
 )
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 

@@ -103,15 +103,13 @@ class Plan:
 
 
 def choose_plan(
-    gradient: jax.ShapeDtypeStruct | jax.Array,
+    grad: IndexedSlices,
     arrays: Sequence[jax.ShapeDtypeStruct | jax.Array],
-    num_rows: int | None,
     platform: str = "cpu",
     *,
     linear: bool = False,
     unique: bool = False,
     at_hand: str | None = None,
-    row_axes: int = 1,
 ) -> Plan:
     """Choose the way of a step, by the first line that holds:
 
@@ -129,29 +127,27 @@ def choose_plan(
     leaves open are stepped together.
 
     Args:
-      gradient: shape and dtype ``[K, *D]`` of the values.
+      grad: K entries, of which shapes, dtypes and facts count.
       arrays: shapes and dtypes ``[V, ...]`` of what a step reads and writes by rows.
-      num_rows: V; None where the gradient does not tell.
       platform: what the program is compiled for: ``"cpu"`` or another.
       linear: whether the rule is (:attr:`Rule.linear`).
-      unique: whether no row is named twice, so that there is nothing to sum.
+      unique: whether no row is named twice, and all rows are not to be stepped.
       at_hand: the platform of the process; None: ``platform``.
-      row_axes: how many axes of ``arrays`` number the V rows.
     """
-    entries, sums = gradient.shape[0], not unique
+    entries, num_rows, axes = grad.values.shape[0], grad.num_rows, grad.row_axes
+    sums = not (unique or grad.facts.distinct)
     if _jax.is_symbolic(entries) or _jax.is_symbolic(num_rows):
         why = "how many there are is not known yet"
         return Plan("together", entries, entries, sums, why=why)
-    enough = room_for_distinct(entries, num_rows)
-    capacity = entries if unique else enough
-    row_bytes = _row_bytes(gradient, 1)
-    row_bytes = max(row_bytes, *(_row_bytes(x, row_axes) for x in arrays), 0)
-    adds_up = linear and not arrays and gradient.dtype.itemsize >= 4
+    capacity = room_for_distinct(entries, num_rows) if sums else entries
+    row_bytes = _row_bytes(grad.values, 1)
+    row_bytes = max(row_bytes, *(_row_bytes(x, axes) for x in arrays), 0)
+    adds_up = linear and not arrays and grad.values.dtype.itemsize >= 4
     if num_rows is not None and not unique:
         limit = entries_of_a_pass(num_rows, row_bytes, adds_up, at_hand or platform)
         if entries >= limit:
             why = f"from {limit:,} entries on a pass over {num_rows:,} rows is faster"
-            return Plan("all rows", entries, num_rows, why=why)
+            return Plan("all rows", entries, num_rows, sums, why=why)
     if adds_up and entries >= FEW_ENTRIES:
         why = "the update of a sum is the sum of the updates, and there is no state"
         return Plan("together", entries, entries, sums=False, why=why)
@@ -229,36 +225,17 @@ def step_rows(
       zero. It is what would have been added.
     """
     if grad.facts.placement is not None:
-        arithmetic, shared = (
-            (kernel.func, kernel.args) if isinstance(kernel, Partial) else (kernel, ())
-        )
 
-        def step(grad: Leaf, read: Any, state: State, *shared: Any) -> tuple[Any, ...]:
-            kernel = functools.partial(arithmetic, *shared)
+        def step(grad: Leaf, read: Any, state: State, kernel: Kernel) -> tuple[Any, ...]:
             how = {"adds": adds, "linear": linear, "unique": unique}
             return step_rows(kernel, grad, read, state, **how)
 
-        stepped: tuple[Any, ...] = each_shard(
-            step, grad, tuple(read), tuple(state), shared=shared
+        shared = kernel if isinstance(kernel, Partial) else Partial(kernel)
+        return each_shard(  # type: ignore[no-any-return]
+            step, grad, tuple(read), tuple(state), shared=(shared,)
         )
-        return stepped
-    row_axes, every = grad.row_axes, (*read, *state)
-    shape = every[0].shape if every else grad.dense_shape
-    sizes = None if shape is None else shape[:row_axes]
-    num_rows = None if sizes is None else math.prod(sizes)
-
-    def plan_for(platform: str) -> Plan:
-        plan = choose_plan(
-            grad.values,
-            every if state or not linear else (),
-            num_rows,
-            platform,
-            linear=linear,
-            unique=unique,
-            at_hand=platform_at_hand(),
-            row_axes=row_axes,
-        )
-        return _sparing(plan, grad)
+    every, shape = (*read, *state), grad.dense_shape
+    sizes = None if shape is None else shape[: grad.row_axes]
 
     def run(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         return lambda indices, values, *arrays: execute(
@@ -266,7 +243,18 @@ def step_rows(
         )
 
     distinct = unique or grad.facts.distinct
-    cpu, other = plan_for("cpu"), plan_for("gpu")
+    by_rows = every if state or not linear else ()
+    cpu, other = (
+        choose_plan(
+            grad,
+            by_rows,
+            platform,
+            linear=linear,
+            unique=unique,
+            at_hand=platform_at_hand(),
+        )
+        for platform in ("cpu", "gpu")
+    )
     operands = grad.indices, grad.values, *every
     if cpu == other:
         result = run(cpu)(*operands)
@@ -279,13 +267,6 @@ def step_rows(
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     facts = Facts(distinct=distinct or cpu.sums or cpu.way == "all rows")
     return slices_of(first, indices, shape, facts), *new
-
-
-def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
-    """The plan without sums where no row is held twice."""
-    sums = plan.sums and not grad.facts.distinct
-    capacity = plan.capacity if sums or plan.way == "all rows" else plan.entries
-    return dataclasses.replace(plan, sums=sums, capacity=capacity)
 
 
 def execute(
@@ -303,15 +284,14 @@ def execute(
 
     Args:
       plan: any plan for these sizes; all give the same rows.
-      kernel: the arithmetic, elementwise or within a row:
-        ``kernel(gradient, *arrays) -> (update, *new)``, without those only read.
+      kernel: see :data:`Kernel`; ``kernel(values, *arrays) -> (update, *new)``.
       indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
       values: ``[K, *D]``, the gradient.
       sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
         are no arrays then.
       arrays: ``[V, ...]``, of which the first ``num_read`` are only read.
       num_read: see ``arrays``.
-      adds: whether the update is added to the first of the arrays, which is then read.
+      adds: as in :func:`step_rows`.
       distinct: whether no row is named twice.
 
     Returns:

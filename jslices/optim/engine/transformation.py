@@ -14,7 +14,7 @@ from jslices._arguments import check_array, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
-from jslices._rows.access import is_below, room_for_distinct, rows_numbered
+from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
@@ -35,11 +35,7 @@ from jslices.optim.engine.protocol import (
     shardings_of_update,
 )
 from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
-from jslices.optim.engine.step import (
-    Plan,
-    choose_plan,
-    step_rows,
-)
+from jslices.optim.engine.step import Plan, choose_plan, step_rows
 
 #: The names of state arrays, and their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -72,6 +68,15 @@ def transformation(
     return tx.replace(
         catch_up=run.catch_up, flush=run.flush, peek=run.peek, check=run.check
     )
+
+
+def _shardings_of_step(
+    run: Any, grads: Gradients, state: State, params: Params, peeked: PyTree, adds: bool
+) -> tuple[PyTree, PyTree]:
+    """How the results of a step are split over devices, where types tell."""
+    del run, peeked
+    new = shardings_of_update(grads, state)
+    return (shardings_of(params), new[1]) if adds else new
 
 
 class _RuleOnTrees:
@@ -120,8 +125,7 @@ class _RuleOnTrees:
         peeked: PyTree = None,
     ) -> tuple[Gradients, State]:
         """What :meth:`apply` adds, and the new state."""
-        run = on_any_mesh(shardings_of_update)(self._step)
-        return run(left_to_xla(grads, state), state, params, peeked, adds=False)
+        return self._step(left_to_xla(grads, state), state, params, peeked, False)
 
     def apply(
         self,
@@ -133,18 +137,12 @@ class _RuleOnTrees:
     ) -> tuple[Params, State]:
         if key is not None:  # each row is rounded once, when all is added
             return in_two(self.update)(grads, state, params, key, peeked=peeked)
-        run = on_any_mesh(_shardings_of_step)(self._step)
-        return run(left_to_xla(grads, state), state, params, peeked, adds=True)
+        return self._step(left_to_xla(grads, state), state, params, peeked, True)
 
+    @on_any_mesh(_shardings_of_step)
     @usual_promotion
     def _step(
-        self,
-        grads: Gradients,
-        state: State,
-        params: Params,
-        peeked: PyTree,
-        *,
-        adds: bool,
+        self, grads: Gradients, state: State, params: Params, peeked: PyTree, adds: bool
     ) -> tuple[PyTree, State]:
         """``(params, state)`` after a step, or the updates where it ``adds`` nothing."""
         check_state(state, self.state_type, self.fields)
@@ -217,15 +215,13 @@ class _RuleOnTrees:
     # --- rows that catch up ---------------------------------------------------------------
 
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        behind = self._behind(params, state, ids)
-        return on_any_mesh(shardings_of_params)(self._advance)(params, state, behind)
+        return self._advance(params, state, self._behind(params, state, ids))
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
 
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
-        behind = self._behind(params, state, rows)
-        return on_any_mesh(lambda *args: None)(self._peek)(params, state, behind)
+        return self._peek(params, state, self._behind(params, state, rows))
 
     def _behind(self, params: Params, state: State, ids: PyTree) -> list[exact.Behind]:
         """The rows that ``ids`` name, once it is clear that they can catch up."""
@@ -246,6 +242,7 @@ class _RuleOnTrees:
             for rule in dict.fromkeys(rules)
         }
 
+    @on_any_mesh(lambda self, params, state, _: (shardings_of(params), shardings_of(state)))
     @usual_promotion
     def _advance(
         self, params: Params, state: State, behind: Sequence[exact.Behind]
@@ -273,6 +270,7 @@ class _RuleOnTrees:
         arrays = [None if mine is None else mine[1:] for mine in new]
         return params, self._with_arrays(state, tree, arrays)
 
+    @on_any_mesh(lambda *args: None)
     @usual_promotion
     def _peek(self, params: Params, state: State, rows: Sequence[exact.Behind]) -> PyTree:
         leaves, tree = flatten(params)
@@ -304,6 +302,8 @@ class _RuleOnTrees:
 
     def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
+        if peeked is None:
+            return [False] * len(flatten(grads, is_leaf=is_leaf)[0])
         text = "peeked must be bools in the structure of params"
         bits = broadcast_prefix(peeked, grads, f"{text}, or a prefix of it", is_leaf)
         if not all(bit is None or isinstance(bit, bool | np.bool_) for bit in bits):
@@ -360,18 +360,6 @@ class _RuleOnTrees:
                 snapshot=changed(clock.snapshot, slice(n + 1, None)),
             )
         return state._replace(**new)
-
-
-def _shardings_of_step(
-    grads: Gradients, state: State, params: Params, *rest: Any
-) -> tuple[PyTree, PyTree]:
-    return shardings_of_params(params, state, grads, rest)
-
-
-def shardings_of_params(params: Params, state: State, *rest: Any) -> tuple[PyTree, PyTree]:
-    """How ``(params, state)`` are split over devices, where types tell."""
-    del rest
-    return shardings_of(params), shardings_of(state)
 
 
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
@@ -450,24 +438,14 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
     if not isinstance(grad, IndexedSlices) or has_no_rows(grad):
         return None
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
+    grad = grad.numbered_as(param.shape)
     axes = grad.row_axes
     by_row = [x for x in state if x.shape[:axes] == param.shape[:axes]]
-    arrays = [param, *by_row] if by_row or not rule.linear else []
-    values: jax.Array | jax.ShapeDtypeStruct = grad.values
-    num_rows = rows_numbered(param.shape, axes)
     unique = rule.sums_first is not None and rule.sums_first(param)
     if unique:
-        distinct = (room_for_distinct(values.shape[0], num_rows), *values.shape[1:])
-        values = jax.ShapeDtypeStruct(distinct, values.dtype)
-    return choose_plan(
-        values,
-        arrays,
-        num_rows,
-        platform,
-        linear=rule.linear,
-        unique=unique,
-        row_axes=axes,
-    )
+        grad = jax.eval_shape(lambda g: g.coalesce(), grad)
+    arrays = [param, *by_row] if by_row or not rule.linear else []
+    return choose_plan(grad, arrays, platform, linear=rule.linear, unique=unique)
 
 
 # --- Gradients, parameters and state belong together --------------------------------------
@@ -548,7 +526,8 @@ def checked_gradient(
         if grad.dense_shape is None and not heights:
             return grad
         shape = grad.dense_shape or (*heights[0], *grad.values.shape[1:])
-        hint_tiles(path, shape, grad.row_axes, grad.dtype)
+        if grad.row_axes > 1:
+            hint_tiles(path, shape, grad.row_axes, grad.dtype)
     if param is not None and shape != jnp.shape(param):
         raise ValueError(
             f"the gradient{path} belongs to an array of shape {shape}, and the parameter "
