@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
@@ -71,18 +72,6 @@ class GradientTransformation:
       Array([ 0.,  0.,  0., -1.,  0.], dtype=float32)
     """
 
-    #: The arguments of a call that makes the same, as attributes.
-    _parts = (
-        "init",
-        "_update",
-        "_catch_up",
-        "_flush",
-        "_apply",
-        "_plan",
-        "_peek",
-        "_check",
-    )
-
     def __init__(
         self,
         init: Callable[[Params], State],
@@ -94,9 +83,12 @@ class GradientTransformation:
         peek: Callable[[Params, State, PyTree], PyTree] | None = None,
         check: Callable[..., None] | None = None,
     ) -> None:
-        self.init, self._update, self._apply, self._check = init, update, apply, check
-        self._catch_up, self._flush, self._peek = catch_up, flush, peek
-        self._plan = plan
+        self._parts: dict[str, Any] = {
+            **{"init": init, "update": update, "catch_up": catch_up, "flush": flush},
+            **{"apply": apply, "plan": plan, "peek": peek, "check": check},
+        }
+        self.init, self._catch_up, self._flush = init, catch_up, flush
+        self._peek, self._plan = peek, plan
         self.update = _step_of(update, check)
         self._step = _step_of(apply, check) if apply else in_two(self.update)
         # Bound once, so that jax.jit(tx.apply) finds its program again.
@@ -104,18 +96,16 @@ class GradientTransformation:
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
-        same = {name.removeprefix("_"): getattr(self, name) for name in self._parts}
-        return GradientTransformation(**{**same, **parts})
+        return GradientTransformation(**{**self._parts, **parts})
 
     def as_programs(self) -> "GradientTransformation":
         """The same, compiled as a whole outside of ``jax.jit`` as well.
 
         Extra arguments of ``update`` are left out.
         """
-        steps = {"update": self._update, "apply": self._apply}
-        steps |= {"catch_up": self._catch_up, "flush": self._flush, "peek": self._peek}
-        programs = {name: step and one_program(step) for name, step in steps.items()}
-        return self.replace(**programs)
+        names = ("update", "apply", "catch_up", "flush", "peek")
+        steps = {name: self._parts[name] for name in names if self._parts[name]}
+        return self.replace(**{name: one_program(x) for name, x in steps.items()})
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
@@ -374,18 +364,7 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     no None, and no key).
     """
     refuse_alone("apply_updates", updates, params)
-    # What no update moves stays out of the program, which would copy it.
-    moved = jax.tree.map(_if_updated, updates, params, is_leaf=is_leaf)
-    moved = _apply_updates(moved, updates, key)
-    return jax.tree.map(_moved, updates, params, moved, is_leaf=is_leaf)
-
-
-def _if_updated(update: Leaf, param: PyTree) -> PyTree:
-    return None if update is None or has_no_rows(update) else param
-
-
-def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
-    return param if moved is None else moved
+    return _apply_updates(params, updates, key)
 
 
 @one_program
@@ -395,7 +374,8 @@ def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
     leaves, tree = flatten(updates, is_leaf=is_leaf)
 
     def added(path: str, update: Leaf, param: Leaf) -> Leaf:
-        if bits is None or param is None or not is_narrow(jnp.result_type(param)):
+        moved = update is not None and param is not None
+        if bits is None or not moved or not is_narrow(jnp.result_type(param)):
             return add_update(path, update, param)
         # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
         name = zlib.crc32(path.removeprefix(" at ").encode())
@@ -428,7 +408,7 @@ def add_update(
     number: Callable[[jax.Array], jax.Array] = lambda rows: rows,
 ) -> Any:
     """One array plus its update; ``number(rows)`` are the rows that random bits go by."""
-    if update is None or param is None or is_float0(update):
+    if update is None or has_no_rows(update) or param is None or is_float0(update):
         return param
     check_kinds(path, update, param)
     if not isinstance(update, IndexedSlices):
@@ -471,9 +451,8 @@ def refuse_slices(path: str, param: Leaf) -> None:
         )
 
 
-def check_width(name: str, x: Leaf) -> None:
+def check_width(name: str, dtype: np.dtype) -> None:
     """Refuse floats of 8 bits, which neither moments nor steps fit into."""
-    dtype = jnp.result_type(x)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2:
         raise TypeError(
             f"{name} is {dtype}, in which most steps are lost and moments overflow; keep "
@@ -484,11 +463,14 @@ def check_width(name: str, x: Leaf) -> None:
 
 def check_kinds(name: str, update: Leaf, param: jax.Array) -> None:
     """Reject non-arrays, and updates that the parameter's dtype would truncate."""
-    if not isinstance(update, IndexedSlices):
+    if isinstance(update, IndexedSlices):
+        new = update.dtype
+    else:
         check_array(f"apply_updates: an update{name}", update, "an array or IndexedSlices")
+        new = jnp.result_type(update)
     refuse_slices(name, param)
     check_array(f"apply_updates: a parameter{name}", param)
-    new, old = jnp.result_type(update), jnp.result_type(param)
+    old = jnp.result_type(param)
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
             raise TypeError(

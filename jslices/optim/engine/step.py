@@ -243,17 +243,10 @@ def step_rows(
         )
 
     distinct = unique or grad.facts.distinct
-    by_rows = every if state or not linear else ()
+    by_rows, at_hand = every if state or not linear else (), platform_at_hand()
     cpu, other = (
-        choose_plan(
-            grad,
-            by_rows,
-            platform,
-            linear=linear,
-            unique=unique,
-            at_hand=platform_at_hand(),
-        )
-        for platform in ("cpu", "gpu")
+        choose_plan(grad, by_rows, x, linear=linear, unique=unique, at_hand=at_hand)
+        for x in ("cpu", "gpu")
     )
     operands = grad.indices, grad.values, *every
     if cpu == other:

@@ -1,8 +1,7 @@
 """Optimizers of trees of arrays, made from a rule."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +99,7 @@ class _RuleOnTrees:
         rules = self._rules(params, tree)
         for path, p in zip(paths_of(tree), leaves, strict=True):
             check_array(f"tx.init(params): the parameter{path}", p)
-            check_width(f"tx.init(params): the parameter{path}", p)
+            check_width(f"tx.init(params): the parameter{path}", jnp.result_type(p))
             warn_of_columns(path, p)
         state = {
             name: tree.unflatten(
@@ -157,7 +156,10 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=is_leaf)
-        new, results = self._with_next_clock(state), []
+        new, results = state, []
+        if self.rule.missed is not None:
+            clock = exact.next_clock(state.clock, state.count, self.rule)
+            new = state._replace(clock=clock)
         kernel_of = self._kernels(state, new)
         for path, rule, grad, arrays, param, *kind in zip(
             paths_of(tree),
@@ -177,27 +179,20 @@ class _RuleOnTrees:
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
 
-    def _with_next_clock(self, state: State) -> State:
-        """The state, whose clock has done a step more if it has one."""
-        if self.rule.missed is None:
-            return state
-        return state._replace(clock=exact.next_clock(state.clock, state.count, self.rule))
-
     def _kernels(self, state: State, new: State) -> Callable[[Rule, bool, bool], Kernel]:
         """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
         ``new`` is the state with the clock of this step.
         """
-        step = Step(state.count)
+        step, missed_by = Step(state.count), self._missed(state)
 
         @functools.cache
         def kernel_of(rule: Rule, by_row: bool, is_peeked: bool) -> Kernel:
-            kernel, missed = _kernel(step, rule, by_row), None
+            kernel = _kernel(step, rule, by_row)
             if rule.missed is None:
                 return kernel
-            if is_peeked:
-                missed = exact.missed_steps(rule, state.count, state.clock.run)
+            missed = missed_by(rule) if is_peeked else None
             return exact.with_clock(kernel, rule, state.count, new.clock.run, missed)
 
         return kernel_of
@@ -235,12 +230,11 @@ class _RuleOnTrees:
             check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
         return left_to_xla(exact.rows_behind(params, ids), state)  # type: ignore[no-any-return]
 
-    def _missed(self, rules: Iterable[Rule], state: State) -> dict[Rule, Partial]:
-        """What rows of each rule do that are behind."""
-        return {
-            rule: exact.missed_steps(rule, state.count, state.clock.run)
-            for rule in dict.fromkeys(rules)
-        }
+    def _missed(self, state: State) -> Callable[[Rule], Partial]:
+        """From a rule to what its rows do that are behind."""
+        return functools.cache(
+            lambda rule: exact.missed_steps(rule, state.count, state.clock.run)
+        )
 
     @on_any_mesh(lambda self, params, state, _: (shardings_of(params), shardings_of(state)))
     @usual_promotion
@@ -254,15 +248,18 @@ class _RuleOnTrees:
         rows at a time.
         """
         leaves, tree = flatten(params)
-        rules, lasts = self._rules(params, tree), tree.flatten_up_to(state.clock.last)
-        is_behind = [rows is not False for rows in behind]
-        kernels = self._missed(itertools.compress(rules, is_behind), state)
+        missed_by = self._missed(state)
         new = [
             None
             if rows is False
-            else exact.caught_up(kernels[rule], rows, [p, *arrays], last < state.count)
+            else exact.caught_up(missed_by(rule), rows, [p, *arrays], last < state.count)
             for rule, rows, p, arrays, last in zip(
-                rules, behind, leaves, self._arrays(state, tree), lasts, strict=True
+                self._rules(params, tree),
+                behind,
+                leaves,
+                self._arrays(state, tree),
+                tree.flatten_up_to(state.clock.last),
+                strict=True,
             )
         ]
         pairs = zip(leaves, new, strict=True)
@@ -274,16 +271,14 @@ class _RuleOnTrees:
     @usual_promotion
     def _peek(self, params: Params, state: State, rows: Sequence[exact.Behind]) -> PyTree:
         leaves, tree = flatten(params)
-        rules = self._rules(params, tree)
-        kernels = self._missed(rules, state)
-        return tree.unflatten(
-            [
-                exact.peeked(kernels[rule], behind, [p, *arrays])
-                for rule, behind, p, arrays in zip(
-                    rules, rows, leaves, self._arrays(state, tree), strict=True
-                )
-            ]
-        )
+        missed_by, rules = self._missed(state), self._rules(params, tree)
+        peeked = [
+            exact.peeked(missed_by(rule), behind, [p, *arrays])
+            for rule, behind, p, arrays in zip(
+                rules, rows, leaves, self._arrays(state, tree), strict=True
+            )
+        ]
+        return tree.unflatten(peeked)
 
     def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
@@ -424,12 +419,12 @@ def _step_leaf(
     if not isinstance(grad, IndexedSlices) or rule.update_slices is not None:
         update, *new = kernel(grad, param, *arrays)
         return add_update(path, update, param) if adds else update, tuple(new)
-    if param is None:
-        without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
-        stepped, *new = step_rows(without, grad, [], arrays, linear=rule.linear)
-    else:
-        how = {"adds": adds, "linear": rule.linear}
+    how = {"adds": adds, "linear": rule.linear}
+    if param is not None:
         stepped, *new = step_rows(kernel, grad, [param], arrays, **how)
+    else:
+        without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
+        stepped, *new = step_rows(without, grad, [], arrays, **how)
     return stepped, tuple(new)
 
 
@@ -508,7 +503,7 @@ def checked_gradient(
     refuse_slices(path, param)
     if not isinstance(grad, IndexedSlices):
         check_array(f"the gradient{path}", grad, "an array, IndexedSlices or None")
-        shape = jnp.shape(grad)
+        shape, dtype = jnp.shape(grad), jnp.result_type(grad)
     else:
         check_slices(grad)
         if grad.indices.ndim != 1:
@@ -526,15 +521,16 @@ def checked_gradient(
         if grad.dense_shape is None and not heights:
             return grad
         shape = grad.dense_shape or (*heights[0], *grad.values.shape[1:])
+        dtype = grad.dtype
         if grad.row_axes > 1:
-            hint_tiles(path, shape, grad.row_axes, grad.dtype)
+            hint_tiles(path, shape, grad.row_axes, dtype)
     if param is not None and shape != jnp.shape(param):
         raise ValueError(
             f"the gradient{path} belongs to an array of shape {shape}, and the parameter "
             f"has shape {jnp.shape(param)}; pass tx.update(grads, state, params) the "
             "gradients of these params"
         )
-    check_width(f"the gradient{path}", grad)
+    check_width(f"the gradient{path}", dtype)
     check_shapes(path, shape, state, state_shapes(shape))
     if isinstance(grad, IndexedSlices):
         _check_row_axes(path, grad.row_axes, shape, state)
