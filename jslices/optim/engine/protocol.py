@@ -13,28 +13,10 @@ from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
 from jslices._jax import flatten
-from jslices._place.boundary import (
-    like_first,
-    on_any_mesh,
-    one_program,
-    row_major_array,
-    shardings_of,
-    split_rows,
-)
-from jslices._rows.rounding import (
-    KeyBits,
-    add_rounding,
-    add_rows_rounding,
-    fold_in,
-    is_narrow,
-    key_bits,
-)
+from jslices._place import boundary
+from jslices._rows import rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import (
-    IndexedSlices,
-    check_slices,
-    each_shard,
-)
+from jslices._slices import IndexedSlices, check_slices, each_shard
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -105,7 +87,7 @@ class GradientTransformation:
         """
         names = ("update", "apply", "catch_up", "flush", "peek")
         steps = {name: self._parts[name] for name in names if self._parts[name]}
-        return self.replace(**{name: one_program(x) for name, x in steps.items()})
+        return self.replace(**{name: boundary.one_program(x) for name, x in steps.items()})
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
@@ -149,7 +131,7 @@ class GradientTransformation:
             )
         if key is None:
             return self._step(grads, state, params, **extra_args)
-        key_bits(key, "tx.apply")  # before anything is done
+        rounding.key_bits(key, "tx.apply")  # before anything is done
         return self._step(grads, state, params, key, **extra_args)
 
     @property
@@ -290,12 +272,12 @@ def widening(
         return update
 
     def wide(g: Leaf, p: jax.Array) -> Any:
-        if g is None or not (is_narrow(jnp.result_type(p)) and is_narrow(g.dtype)):
+        if g is None or not rounding.is_narrow(jnp.result_type(p)):
             return g
-        return g.astype(jnp.float32)
+        return g.astype(jnp.float32) if rounding.is_narrow(g.dtype) else g
 
     def restored(old: Any, new: Any) -> Any:
-        narrow = is_narrow(jnp.result_type(old))
+        narrow = rounding.is_narrow(jnp.result_type(old))
         return new.astype(old.dtype) if narrow else new
 
     def widened(
@@ -367,19 +349,19 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     return _apply_updates(params, updates, key)
 
 
-@one_program
-@on_any_mesh(like_first)
+@boundary.one_program
+@boundary.on_any_mesh(boundary.like_first)
 def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
-    bits = None if key is None else key_bits(key, "apply_updates")
+    bits = None if key is None else rounding.key_bits(key, "apply_updates")
     leaves, tree = flatten(updates, is_leaf=is_leaf)
 
     def added(path: str, update: Leaf, param: Leaf) -> Leaf:
         moved = update is not None and param is not None
-        if bits is None or not moved or not is_narrow(jnp.result_type(param)):
+        if bits is None or not moved or not rounding.is_narrow(jnp.result_type(param)):
             return add_update(path, update, param)
         # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
         name = zlib.crc32(path.removeprefix(" at ").encode())
-        return add_update(path, update, param, fold_in(bits, name))
+        return add_update(path, update, param, rounding.fold_in(bits, name))
 
     return tree.unflatten(map(added, paths_of(tree), leaves, tree.flatten_up_to(params)))
 
@@ -404,7 +386,7 @@ def add_update(
     path: str,
     update: Leaf,
     param: jax.Array,
-    bits: KeyBits | None = None,
+    bits: rounding.KeyBits | None = None,
     number: Callable[[jax.Array], jax.Array] = lambda rows: rows,
 ) -> Any:
     """One array plus its update; ``number(rows)`` are the rows that random bits go by."""
@@ -415,7 +397,7 @@ def add_update(
         if jnp.shape(update) not in ((), jnp.shape(param)):
             raise _misfit(path, f"an array of shape {jnp.shape(update)}", param)
         if bits is not None:
-            return add_rounding(jnp.asarray(param), jnp.asarray(update), bits)
+            return rounding.add_rounding(jnp.asarray(param), jnp.asarray(update), bits)
         return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
     param = jnp.asarray(param)
     check_slices(update)
@@ -432,8 +414,8 @@ def add_update(
         return each_shard(add, update, param, with_numbers=True)
     how = update.indices, update.values, update.facts.distinct
     if bits is None:
-        return row_major_array(add_rows(param, *how))
-    return row_major_array(add_rows_rounding(param, *how, bits, number))
+        return boundary.row_major_array(add_rows(param, *how))
+    return boundary.row_major_array(rounding.add_rows_rounding(param, *how, bits, number))
 
 
 def is_float0(x: Leaf) -> bool:
@@ -484,11 +466,11 @@ def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any
     """How the results of ``update`` are split over devices, where types tell."""
     del rest
     updates = jax.tree.map(
-        lambda g: shardings_of(g.values if isinstance(g, IndexedSlices) else g),
+        lambda g: boundary.shardings_of(g.values if isinstance(g, IndexedSlices) else g),
         grads,
         is_leaf=is_leaf,
     )
-    return updates, shardings_of(state)
+    return updates, boundary.shardings_of(state)
 
 
 def left_to_xla(tree: PyTree, state: State) -> PyTree:
@@ -507,7 +489,7 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
 
     if not any(map(is_everywhere, flatten(tree, is_leaf)[0])):
         return tree
-    if not any(split_rows(x) for x in jax.tree.leaves(state)):
+    if not any(boundary.split_rows(x) for x in jax.tree.leaves(state)):
         return tree
     return jax.tree.map(changed, tree, is_leaf=is_leaf)
 

@@ -19,23 +19,9 @@ from jax.tree_util import Partial
 
 from jslices import _jax
 from jslices._place.boundary import platform_at_hand, row_major_array
-from jslices._rows.access import (
-    canonical_indices,
-    empty_index,
-    places,
-    room_for_distinct,
-    rows_numbered,
-    set_rows,
-    take_rows,
-    where_rows,
-)
+from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
-from jslices._slices import (
-    Facts,
-    IndexedSlices,
-    each_shard,
-    slices_of,
-)
+from jslices._slices import Facts, IndexedSlices, each_shard, slices_of
 from jslices._typing import Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
@@ -139,7 +125,7 @@ def choose_plan(
     if _jax.is_symbolic(entries) or _jax.is_symbolic(num_rows):
         why = "how many there are is not known yet"
         return Plan("together", entries, entries, sums, why=why)
-    capacity = room_for_distinct(entries, num_rows) if sums else entries
+    capacity = access.room_for_distinct(entries, num_rows) if sums else entries
     row_bytes = _row_bytes(grad.values, 1)
     row_bytes = max(row_bytes, *(_row_bytes(x, axes) for x in arrays), 0)
     adds_up = linear and not arrays and grad.values.dtype.itemsize >= 4
@@ -304,11 +290,10 @@ def execute(
             values, indices, num_rows, plan.capacity, order=order
         )
     else:
-        indices = canonical_indices(indices, num_rows)
+        indices = access.canonical_indices(indices, num_rows)
         here = jnp.arange(1, indices.shape[0] + 1, dtype=jnp.int32)
-        present = jnp.max(
-            jnp.where(indices < empty_index(num_rows, indices.dtype), here, 0), initial=0
-        )
+        empty = access.empty_index(num_rows, indices.dtype)
+        present = jnp.max(jnp.where(indices < empty, here, 0), initial=0)
     if plan.way == "together":
         how = sizes, arrays, num_read, adds, plan.sums or distinct
         return indices, *_together(kernel, indices, values, *how)
@@ -330,11 +315,11 @@ def _together(
     """Gather, step, scatter."""
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
-    empty = empty_index(num_rows, indices.dtype)
+    empty = access.empty_index(num_rows, indices.dtype)
     read = read_rows(arrays, indices, row_axes)
     update, *new_rows = kernel(derivable(indices < empty, values), *read)
     new = (
-        set_rows(x, indices, rows.astype(x.dtype))
+        access.set_rows(x, indices, rows.astype(x.dtype))
         for x, rows in zip(arrays[num_read:], new_rows, strict=True)
     )
     if adds:
@@ -360,7 +345,7 @@ def _derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
 def _(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     (named, rows), (_, tangent) = primals, tangents
     zero, one = jnp.zeros((), tangent.dtype), jnp.ones((), rows.dtype)
-    return where_rows(named, rows, one), where_rows(named, tangent, zero)
+    return access.where_rows(named, rows, one), access.where_rows(named, tangent, zero)
 
 
 def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
@@ -390,9 +375,9 @@ def read_rows(
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _read_rows(x: jax.Array, indices: jax.Array, row_axes: int, platform: str) -> jax.Array:
     del platform
-    num_rows = rows_numbered(x.shape, row_axes)
+    num_rows = access.rows_numbered(x.shape, row_axes)
     near = jnp.minimum(indices, 0 if num_rows == 0 else num_rows - 1)
-    rows = take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
+    rows = access.take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
     return derivable(indices < num_rows, rows)
 
 
@@ -437,7 +422,7 @@ def _in_chunks(
             rows = (*([first] if adds else arrays[:num_read]), *state)
             new, *state = _together(kernel, ids, cut(values), sizes, rows, num_read, adds)
             if not adds:
-                new = where_rows(fresh, new, cut(first))
+                new = access.where_rows(fresh, new, cut(first))
                 new = lax.dynamic_update_slice_in_dim(first, new, start, 0)
             return [done + chunk, new, *state]
 
@@ -479,11 +464,11 @@ def _all_rows(
 ) -> tuple[jax.Array, ...]:
     """One pass over the table; what it did to rows not named is dropped."""
     num_rows = math.prod(sizes)
-    indices = canonical_indices(indices, num_rows)
+    indices = access.canonical_indices(indices, num_rows)
     wide = widened(values)
     sums = jnp.zeros((*sizes, *values.shape[1:]), wide.dtype)
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
-    at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
+    at = jnp.zeros(sizes, bool).at[access.places(indices, sizes, len(sizes))]
     named = at.set(True, mode="drop", wrap_negative_indices=False)
     update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
     every = jnp.arange(num_rows, dtype=indices.dtype)
@@ -522,15 +507,15 @@ def _keeping_unnamed(
     def select(var: Any, x: jax.Array) -> jax.Array:
         if var not in old_of:
             return x
-        selected[var] = where_rows(named, x, old_of[var].astype(x.dtype))
+        selected[var] = access.where_rows(named, x, old_of[var].astype(x.dtype))
         return derivable(named, selected[var])
 
     changed, *outputs = _jax.evaluate(program, operands, select)
     results = [
-        selected[var] if is_early else where_rows(named, x, old.astype(x.dtype))
+        selected[var] if is_early else access.where_rows(named, x, old.astype(x.dtype))
         for is_early, var, x, old in zip(early, new, outputs, olds, strict=True)
     ]
     return [
-        where_rows(named, changed, jnp.zeros((), changed.dtype)),
+        access.where_rows(named, changed, jnp.zeros((), changed.dtype)),
         *(x.astype(old.dtype) for x, old in zip(results, olds, strict=True)),
     ]

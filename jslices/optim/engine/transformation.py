@@ -17,22 +17,8 @@ from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
-from jslices.optim.engine.protocol import (
-    GradientTransformation,
-    add_update,
-    check_kinds,
-    check_width,
-    has_no_rows,
-    in_two,
-    is_float0,
-    is_leaf,
-    left_to_xla,
-    paths_of,
-    refuse_alone,
-    refuse_nothing,
-    refuse_slices,
-    shardings_of_update,
-)
+from jslices.optim.engine import protocol
+from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
 from jslices.optim.engine.step import Plan, choose_plan, step_rows
 
@@ -74,7 +60,7 @@ def _shardings_of_step(
 ) -> tuple[PyTree, PyTree]:
     """How the results of a step are split over devices, where types tell."""
     del run, peeked
-    new = shardings_of_update(grads, state)
+    new = protocol.shardings_of_update(grads, state)
     return (shardings_of(params), new[1]) if adds else new
 
 
@@ -94,12 +80,14 @@ class _RuleOnTrees:
     @usual_promotion
     def init(self, params: Params) -> State:
         leaves, tree = flatten(params, is_leaf=is_slices)
-        for path, p in zip(paths_of(tree), leaves, strict=True):
-            refuse_slices(path, p)
+        paths = protocol.paths_of(tree)
+        for path, p in zip(paths, leaves, strict=True):
+            protocol.refuse_slices(path, p)
         rules = self._rules(params, tree)
-        for path, p in zip(paths_of(tree), leaves, strict=True):
-            check_array(f"tx.init(params): the parameter{path}", p)
-            check_width(f"tx.init(params): the parameter{path}", jnp.result_type(p))
+        for path, p in zip(paths, leaves, strict=True):
+            name = f"tx.init(params): the parameter{path}"
+            check_array(name, p)
+            protocol.check_width(name, jnp.result_type(p))
             warn_of_columns(path, p)
         state = {
             name: tree.unflatten(
@@ -124,7 +112,7 @@ class _RuleOnTrees:
         peeked: PyTree = None,
     ) -> tuple[Gradients, State]:
         """What :meth:`apply` adds, and the new state."""
-        return self._step(left_to_xla(grads, state), state, params, peeked, False)
+        return self._step(protocol.left_to_xla(grads, state), state, params, peeked, False)
 
     def apply(
         self,
@@ -135,8 +123,8 @@ class _RuleOnTrees:
         peeked: PyTree = None,
     ) -> tuple[Params, State]:
         if key is not None:  # each row is rounded once, when all is added
-            return in_two(self.update)(grads, state, params, key, peeked=peeked)
-        return self._step(left_to_xla(grads, state), state, params, peeked, True)
+            return protocol.in_two(self.update)(grads, state, params, key, peeked=peeked)
+        return self._step(protocol.left_to_xla(grads, state), state, params, peeked, True)
 
     @on_any_mesh(_shardings_of_step)
     @usual_promotion
@@ -145,8 +133,8 @@ class _RuleOnTrees:
     ) -> tuple[PyTree, State]:
         """``(params, state)`` after a step, or the updates where it ``adds`` nothing."""
         check_state(state, self.state_type, self.fields)
-        refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
-        refuse_alone("tx.update", grads, params)
+        protocol.refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
+        protocol.refuse_alone("tx.update", grads, params)
         is_peeked = self._peeked(peeked, grads)
         reads_params = self.rule.reads_params or any(is_peeked)
         reads_params |= adds and grads is not None
@@ -155,14 +143,14 @@ class _RuleOnTrees:
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
-        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         new, results = state, []
         if self.rule.missed is not None:
             clock = exact.next_clock(state.clock, state.count, self.rule)
             new = state._replace(clock=clock)
         kernel_of = self._kernels(state, new)
         for path, rule, grad, arrays, param, *kind in zip(
-            paths_of(tree),
+            protocol.paths_of(tree),
             self._rules(params, tree),
             leaves,
             self._arrays(state, tree),
@@ -198,7 +186,7 @@ class _RuleOnTrees:
         return kernel_of
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
-        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         rules, shapes = self._rules(params, tree), tree.flatten_up_to(params)
         return tree.unflatten(
             [
@@ -224,11 +212,10 @@ class _RuleOnTrees:
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(params)
         columns = [arrays_of(state, name, tree) for name in self.names]
-        for path, p, rule, *old in zip(
-            paths_of(tree), leaves, self._rules(params, tree), *columns, strict=True
-        ):
+        paths, rules = protocol.paths_of(tree), self._rules(params, tree)
+        for path, p, rule, *old in zip(paths, leaves, rules, *columns, strict=True):
             check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
-        return left_to_xla(exact.rows_behind(params, ids), state)  # type: ignore[no-any-return]
+        return protocol.left_to_xla(exact.rows_behind(params, ids), state)  # type: ignore[no-any-return]
 
     def _missed(self, state: State) -> Callable[[Rule], Partial]:
         """From a rule to what its rows do that are behind."""
@@ -283,7 +270,7 @@ class _RuleOnTrees:
     def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
         check_state(state, self.state_type, self.fields)
-        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         last = arrays_of(state.clock, "last", tree)
         leaves = [
             None if is_peeked else x
@@ -298,9 +285,11 @@ class _RuleOnTrees:
     def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
         if peeked is None:
-            return [False] * len(flatten(grads, is_leaf=is_leaf)[0])
+            return [False] * len(flatten(grads, is_leaf=protocol.is_leaf)[0])
         text = "peeked must be bools in the structure of params"
-        bits = broadcast_prefix(peeked, grads, f"{text}, or a prefix of it", is_leaf)
+        bits = broadcast_prefix(
+            peeked, grads, f"{text}, or a prefix of it", protocol.is_leaf
+        )
         if not all(bit is None or isinstance(bit, bool | np.bool_) for bit in bits):
             raise TypeError(f"{text}, got {', '.join(map(shown, bits))}")
         return [bool(bit) and self.rule.missed is not None for bit in bits]
@@ -404,12 +393,12 @@ def _step_leaf(
     None for these where they stay as they are. ``param`` may be None where neither the rule
     reads it nor anything is added.
     """
-    if grad is None or has_no_rows(grad):
+    if grad is None or protocol.has_no_rows(grad):
         return (param if adds else grad), None
     if adds and param is None:  # whose state moves all the same, as by `update`
         return None, _step_leaf(False, path, rule, kernel, grad, param, arrays)[1]
     if adds:
-        check_kinds(path, grad, param)
+        protocol.check_kinds(path, grad, param)
     if (
         isinstance(grad, IndexedSlices)
         and rule.sums_first is not None
@@ -418,7 +407,7 @@ def _step_leaf(
         grad = grad.coalesce()
     if not isinstance(grad, IndexedSlices) or rule.update_slices is not None:
         update, *new = kernel(grad, param, *arrays)
-        return add_update(path, update, param) if adds else update, tuple(new)
+        return protocol.add_update(path, update, param) if adds else update, tuple(new)
     how = {"adds": adds, "linear": rule.linear}
     if param is not None:
         stepped, *new = step_rows(kernel, grad, [param], arrays, **how)
@@ -430,7 +419,7 @@ def _step_leaf(
 
 def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
     """How the rows of one gradient are stepped; None if it is an array, or has none."""
-    if not isinstance(grad, IndexedSlices) or has_no_rows(grad):
+    if not isinstance(grad, IndexedSlices) or protocol.has_no_rows(grad):
         return None
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
     grad = grad.numbered_as(param.shape)
@@ -498,9 +487,9 @@ def checked_gradient(
       TypeError: for slices whose indices a foreign ``tree.map`` has changed.
       ValueError: for slices with a batch axis, and where the shapes do not belong together.
     """
-    if grad is None or is_float0(grad):
+    if grad is None or protocol.is_float0(grad):
         return None
-    refuse_slices(path, param)
+    protocol.refuse_slices(path, param)
     if not isinstance(grad, IndexedSlices):
         check_array(f"the gradient{path}", grad, "an array, IndexedSlices or None")
         shape, dtype = jnp.shape(grad), jnp.result_type(grad)
@@ -530,7 +519,7 @@ def checked_gradient(
             f"has shape {jnp.shape(param)}; pass tx.update(grads, state, params) the "
             "gradients of these params"
         )
-    check_width(f"the gradient{path}", dtype)
+    protocol.check_width(f"the gradient{path}", dtype)
     check_shapes(path, shape, state, state_shapes(shape))
     if isinstance(grad, IndexedSlices):
         _check_row_axes(path, grad.row_axes, shape, state)
