@@ -120,7 +120,7 @@ def choose_plan(
       unique: whether no row is named twice, and all rows are not to be stepped.
       at_hand: the platform of the process; None: ``platform``.
     """
-    entries, num_rows, axes = grad.values.shape[0], grad.num_rows, grad.row_axes
+    entries, axes, num_rows = grad.values.shape[0], grad.row_axes, grad.num_rows
     sums = not (unique or grad.facts.distinct)
     if _jax.is_symbolic(entries) or _jax.is_symbolic(num_rows):
         why = "how many there are is not known yet"

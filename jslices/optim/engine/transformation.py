@@ -504,15 +504,13 @@ def checked_gradient(
         num_bytes = grad.values.nbytes
         if is_below(HINT_BYTES - 1, num_bytes):
             hint_large_step(num_bytes)
-        heights = [
-            x.shape[: grad.row_axes] for x in (*[param] * (param is not None), *state)
-        ]
-        if grad.dense_shape is None and not heights:
-            return grad
-        shape = grad.dense_shape or (*heights[0], *grad.values.shape[1:])
-        dtype = grad.dtype
-        if grad.row_axes > 1:
-            hint_tiles(path, shape, grad.row_axes, dtype)
+        if grad.dense_shape is None:
+            tall = [x for x in (param, *state) if x is not None]
+            if not tall:
+                return grad
+            shape = (*tall[0].shape[:1], *grad.values.shape[1:])
+            grad = IndexedSlices(grad.values, grad.indices, shape)
+        shape, dtype = grad.dense_shape, grad.dtype
     if param is not None and shape != jnp.shape(param):
         raise ValueError(
             f"the gradient{path} belongs to an array of shape {shape}, and the parameter "
@@ -521,19 +519,18 @@ def checked_gradient(
         )
     protocol.check_width(f"the gradient{path}", dtype)
     check_shapes(path, shape, state, state_shapes(shape))
-    if isinstance(grad, IndexedSlices):
-        _check_row_axes(path, grad.row_axes, shape, state)
-        if grad.dense_shape is None:
-            return IndexedSlices(grad.values, grad.indices, shape)
+    axes = grad.row_axes if isinstance(grad, IndexedSlices) else 1
+    if axes > 1:
+        _check_row_axes(path, axes, shape, state)
+        hint_tiles(path, shape, axes, dtype)
     return grad
 
 
 def _check_row_axes(
     path: str, row_axes: int, shape: tuple[int, ...], state: Sequence[jax.Array]
 ) -> None:
-    """Refuses rows that are finer than those for which the state has a number each."""
-    of_rows = any(x.shape == shape[:-1] for x in state)
-    if row_axes > 1 and row_axes == len(shape) and of_rows:
+    """Refuses rows of several axes, finer than those that the state has a number for."""
+    if row_axes == len(shape) and any(x.shape == shape[:-1] for x in state):
         raise ValueError(
             f"the gradient{path} has rows numbered by {row_axes} axes of {shape}, and this "
             f"optimizer keeps a number for each vector along the last axis; give it rows "
