@@ -8,6 +8,8 @@ results get their types back.
 XLA:TPU lays an array out by columns where its rows are not a multiple of 128 elements long.
 A gather or scatter of rows then copies the whole table, there and back. A row-major table
 has the elements of a row side by side, so that reading rows copies nothing.
+
+Outside of ``jax.jit`` a function at the boundary runs as one program (:func:`one_program`).
 """
 
 import contextlib

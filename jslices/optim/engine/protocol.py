@@ -65,10 +65,9 @@ class GradientTransformation:
         peek: Callable[[Params, State, PyTree], PyTree] | None = None,
         check: Callable[..., None] | None = None,
     ) -> None:
-        self._parts: dict[str, Any] = {
-            **{"init": init, "update": update, "catch_up": catch_up, "flush": flush},
-            **{"apply": apply, "plan": plan, "peek": peek, "check": check},
-        }
+        parts = {"init": init, "update": update, "catch_up": catch_up, "flush": flush}
+        parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
+        self._parts: dict[str, Any] = parts
         self.init, self._catch_up, self._flush = init, catch_up, flush
         self._peek, self._plan = peek, plan
         self.update = _step_of(update, check)

@@ -235,18 +235,14 @@ class _RuleOnTrees:
         rows at a time.
         """
         leaves, tree = flatten(params)
-        missed_by = self._missed(state)
+        missed_by, rules = self._missed(state), self._rules(params, tree)
+        last, count = len(self.names), state.count
         new = [
             None
             if rows is False
-            else exact.caught_up(missed_by(rule), rows, [p, *arrays], last < state.count)
-            for rule, rows, p, arrays, last in zip(
-                self._rules(params, tree),
-                behind,
-                leaves,
-                self._arrays(state, tree),
-                tree.flatten_up_to(state.clock.last),
-                strict=True,
+            else exact.caught_up(missed_by(rule), rows, [p, *arrays], arrays[last] < count)
+            for rule, rows, p, arrays in zip(
+                rules, behind, leaves, self._arrays(state, tree), strict=True
             )
         ]
         pairs = zip(leaves, new, strict=True)
@@ -270,15 +266,19 @@ class _RuleOnTrees:
     def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
         check_state(state, self.state_type, self.fields)
+        arrays = jax.tree.leaves((grads, state))
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        if is_traced and self.has_caught_up:
+            return
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         last = arrays_of(state.clock, "last", tree)
         leaves = [
             None if is_peeked else x
             for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
         ]
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state))):
+        if not is_traced:
             exact.refuse_stale(leaves, last, state.count)
-        elif not self.has_caught_up and any(map(is_slices, leaves)):
+        elif any(map(is_slices, leaves)):
             self.has_caught_up = True
             exact.stale_warning()
 
@@ -320,7 +320,7 @@ class _RuleOnTrees:
         arrays = [[column[i] for column in columns] for i in range(tree.num_leaves)]
         if self.rule.missed is None:
             return arrays
-        last = tree.flatten_up_to(state.clock.last)
+        last = arrays_of(state.clock, "last", tree)
         snapshots = tree.flatten_up_to(state.clock.snapshot)
         return [
             [*mine, x, *(snapshot if isinstance(snapshot, tuple) else ())]
