@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import Partial
+from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
 from jslices._densify import current_user_line
@@ -159,14 +159,13 @@ def _late(
 Behind: TypeAlias = IndexedSlices | bool
 
 
-def rows_behind(params: Params, ids: PyTree) -> list[Behind]:
-    """For each parameter the rows that ``ids`` name, as :func:`caught_up` takes them.
+def rows_behind(leaves: Sequence[Leaf], tree: PyTreeDef, ids: PyTree) -> list[Behind]:
+    """For each leaf of params the rows that ``ids`` name, as :func:`caught_up` takes them.
 
     Raises:
       ValueError: if ``ids`` do not mirror ``params``.
       TypeError: for what are no row numbers.
     """
-    leaves, tree = flatten(params)
     try:
         each = tree.flatten_up_to(ids)
     except ValueError as error:

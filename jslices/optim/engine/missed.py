@@ -41,7 +41,7 @@ MOST_STEPS = 1 << 17
 Steps = jax.Array | np.ndarray
 
 
-def _compiled(method: Callable[..., Arrays]) -> Any:
+def _compiled_method(method: Callable[..., Arrays]) -> Any:
     """A method of scalars and small tables, compiled: eager, it dispatches dozens."""
 
     def bound(self: "MissedSteps") -> Callable[..., Arrays]:
@@ -130,14 +130,14 @@ class MissedSteps:
         kept = total - high
         return jnp.stack([total, (high - (total - kept)) + (more - kept)])
 
-    @_compiled
+    @_compiled_method
     def snapshot(self, count: jax.Array, run: jax.Array) -> Arrays:
         """The numbers kept with a row that has done ``count`` steps."""
         series = self.series if self.keeps_series else ()
         kept = tuple(self._tail_sum(each, count) for each in series)
         return (*kept, run[0], run[1]) if self.keeps_run else kept
 
-    @_compiled
+    @_compiled_method
     def table(self, count: jax.Array) -> Arrays:
         """For each series its sums ``[steps]`` over the last 0, 1, ... steps."""
         return tuple(self._head_sums(count)) if self.series else ()

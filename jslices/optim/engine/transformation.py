@@ -215,7 +215,7 @@ class _RuleOnTrees:
         paths, rules = protocol.paths_of(tree), self._rules(params, tree)
         for path, p, rule, *old in zip(paths, leaves, rules, *columns, strict=True):
             check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
-        return protocol.left_to_xla(exact.rows_behind(params, ids), state)  # type: ignore[no-any-return]
+        return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
     def _missed(self, state: State) -> Callable[[Rule], Partial]:
         """From a rule to what its rows do that are behind."""
