@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -16,7 +17,16 @@ import jax
 import jax.extend.core.primitives
 import numpy as np
 from jax import lax
-from jax._src import core, hijax, pjit, source_info_util, tree_util, xla_bridge
+from jax._src import (
+    core,
+    hijax,
+    linear_util,
+    pjit,
+    source_info_util,
+    tree_util,
+    xla_bridge,
+    xla_metadata,
+)
 from jax._src.interpreters import pxla
 from jax._src.random import prng
 from jax._src.random.prng import PRNGKeyArray as KeyArray
@@ -100,7 +110,7 @@ mlir.register_lowering(_split_alike_p, _group)
 #: JAX's own primitives by name, those of this release.
 PRIMITIVES: dict[str, Primitive] = {
     x.name: x
-    for module in (hijax, pjit, jax.extend.core.primitives, lax)
+    for module in (hijax, pjit, jax.extend.core.primitives, lax, xla_metadata)
     for x in vars(module).values()
     if isinstance(x, Primitive)
 }
@@ -398,9 +408,40 @@ def parameters(eqn: Equation) -> dict[str, Any]:
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
-def source(eqn: Equation) -> Any:
-    """The place of the function that an equation calls, as far as is known."""
-    return getattr(_debug_info(eqn), "func_src_info", None)
+def functions_behind(eqn: Equation) -> frozenset[Any]:
+    """The functions of the user, or of JAX, that the parameters of an equation lead to.
+
+    JAX wraps those of a ``custom_jvp`` or ``custom_vjp`` in other closures at every call.
+    """
+    functions: set[Any] = set()
+    seen: set[int] = set()
+    left = [*parameters(eqn).values(), *vars(eqn.params.get("_prim", Primitive)).values()]
+    while left:
+        x = left.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, types.FunctionType):
+            if x.__closure__ and x.__code__.co_filename.startswith(JAX_FOLDER):
+                left += x.__closure__
+            else:
+                functions.add(x)
+        elif isinstance(x, types.CellType):
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                left.append(x.cell_contents)
+        elif isinstance(x, linear_util.WrappedFun):
+            left += [x.f, getattr(x, "f_transformed", None)]
+        elif isinstance(x, jax.custom_jvp | jax.custom_vjp):
+            left += vars(x).values()
+        elif isinstance(x, functools.partial):
+            left += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, types.MethodType):
+            left += [x.__func__, x.__self__]
+        elif isinstance(x, tuple | list):
+            left += x
+        elif hasattr(x, "__wrapped__"):
+            left.append(x.__wrapped__)
+    return frozenset(functions)
 
 
 def _debug_info(eqn: Equation) -> Any:

@@ -251,6 +251,30 @@ def test_a_disk_that_fails_in_another_thread(tmp_path, monkeypatch):
     assert_holds(js.checkpoint.latest_checkpoint(tmp_path), BIG)
 
 
+def test_a_failed_write_that_is_reported_once(tmp_path, monkeypatch):
+    """To the fsync of another thread, while the file is being written, as Linux does."""
+    saver = js.Saver(max_to_keep=1)
+    saver.save(A, tmp_path / "m", 0)
+    fsync, write, reported = os.fsync, os.pwrite, threading.Event()
+
+    def fails_once(descriptor):
+        if not reported.is_set():
+            reported.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    def waits(*args):
+        assert reported.wait(10)
+        return write(*args)
+
+    monkeypatch.setattr(os, "fsync", fails_once)
+    monkeypatch.setattr(os, "pwrite", waits)
+    with pytest.raises(OSError, match=r"Input/output error; .*m-1 was not saved"):
+        saver.save(B, tmp_path / "m", 1)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "m-0"]
+    assert_holds(js.checkpoint.latest_checkpoint(tmp_path), A)
+
+
 def test_writes_that_are_short(tmp_path, monkeypatch):
     usual, write = js.Saver().save(BIG, tmp_path / "usual"), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:99_991], at))

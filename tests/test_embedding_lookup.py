@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,3 +85,13 @@ def test_errors(args, error, text):
 def test_unknown_mode():
     with pytest.raises(ValueError, match=r"mode='wrap'\): wanted .fill"):
         js.embedding_lookup(jnp.ones((2, 2)), 0, mode="wrap")
+
+
+def test_ids_of_64_bits_are_not_cut():
+    """JAX's gather takes the lower 32 bits of them (0.10.2, 0.12)."""
+    with jax.enable_x64(True):
+        table, ids = jnp.ones((6, 2)), jnp.array([2**32 + 1, -(2**32), 2**63 - 1, 5])
+        rows = fast_jit(js.embedding_lookup)(table, ids)
+        np.testing.assert_array_equal(jnp.isnan(rows[:, 0]), [True, True, True, False])
+        grad = js.grad(lambda table: js.embedding_lookup(table, ids)[3].sum())(table)
+        np.testing.assert_array_equal(np.nonzero(grad.to_dense()[:, 0])[0], [5])

@@ -655,7 +655,7 @@ CASES = {
     ),
 }
 # TensorFlow gives a dense gradient here, jslices rows.
-SPARSER = {"gather_of_tanh", "gather_of_scaled"}
+SPARSER = {"gather_of_scaled", "gather_of_tanh", "gather_of_tile"}
 # The same rows, in the order of other parts.
 REORDERED = {"gather_twice", "gather_of_concat0", "gather_of_concat1"}
 

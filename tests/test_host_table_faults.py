@@ -6,6 +6,8 @@ of the files at a line is what a kill would leave there.
 
 import contextlib
 import dis
+import errno
+import fcntl
 import functools
 import mmap
 import os
@@ -650,6 +652,62 @@ def test_a_disk_that_is_full(tmp_path):
     command = ["unshare", "-rm", "sh", "-c", mount, "sh", tmp_path, sys.executable, setup]
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.stdout.split() == [*["refused"] * 4, "table"], said.stderr
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fails)
+        table = opened(tmp_path / "t")
+        step(table)
+        table.close()
+        with pytest.warns(
+            UserWarning, match=r"t cannot be locked .*one process alone"
+        ):
+            table = opened(tmp_path / "t")
+        assert check_whole(table) == 1
+        table.close()
+
+
+def test_a_flush_that_failed_is_not_forgotten(tmp_path, monkeypatch):
+    """A system reports a failed write once."""
+    table = opened(tmp_path / "t")
+    step(table)
+
+    def fails(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            table.flush()
+    step(table)
+    with pytest.raises(OSError, match=r"earlier flush failed .*not certain: save\(path\)"):
+        table.flush()
+    table.save(tmp_path / "copy")
+    with pytest.raises(OSError, match="earlier flush failed"):
+        table.close()
+    for name in ("t", "copy"):
+        with opened(tmp_path / name) as again:
+            assert check_whole(again) == 2
+            again.flush()
+
+
+def test_a_step_whose_rows_were_awaited_in_vain_is_tried_again(tmp_path, monkeypatch):
+    table = opened(tmp_path / "t", overlap=True)
+    step(table)
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "asarray", fails)
+        with pytest.raises(MemoryError):
+            table.flush()
+    assert check_whole(table) == 1
+    table.close()
 
 
 def test_grow(tmp_path):

@@ -20,6 +20,7 @@ import pytest
 from helpers import all_at_once, array, assert_close, dense, fast_jit, gradients
 from jax import lax
 from jax.experimental import sparse
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jslices as js
 
@@ -70,6 +71,11 @@ def from_other_numbers(table):
         "backwards": lambda: table[4:0:-2][IDS % 2],
         "columns_too": lambda: table[1::2, ::2][IDS % 3],
         "rolled": lambda: jnp.roll(table, 2, axis=0)[IDS],
+        "tiled": lambda: jnp.tile(table, (2, 1))[IDS + 4],
+        "tiled_both_ways": lambda: jnp.tile(table, (3, 2))[IDS * 2, 2:],
+        "tiled_for_each": lambda: jax.vmap(lambda t, i: t[i])(
+            jnp.tile(table, (F, 1, 1)), FIELD_IDS
+        ),
         "new_axis": lambda: table[None][0][IDS],
         "new_axes": lambda: table[None, :, None][0, :, 0][IDS],
         "split": lambda: jnp.split(table, 2)[1][IDS % 3],
@@ -147,6 +153,18 @@ def reverse_gradient(x, by):
 reverse_gradient.defvjp(lambda x, by: (x, None), lambda by, _, g: (-by * g,))
 
 
+def doubled(f):
+    """Twice the derivative of ``f``: every function that this makes is on one line."""
+    g = jax.custom_jvp(lambda x: f(x))
+    g.defjvp(lambda primals, tangents: (g(*primals), jax.jvp(f, primals, tangents)[1] * 2))
+    return g
+
+
+@jax.custom_gradient
+def threefold(x):
+    return soft(x), lambda g: g * 3
+
+
 def from_steps(table):
     """Functions of each row by itself, before the lookup."""
     return {
@@ -170,6 +188,10 @@ def from_steps(table):
             with_backward(lambda x, g: None)(table) * table
         )[IDS],
         "custom_vjp_with_a_number": lambda: reverse_gradient(table, 0.3)[IDS],
+        "custom_made_alike": lambda: doubled(doubled(jnp.sin))(table)[IDS],
+        "custom_gradient": lambda: threefold(threefold(table))[IDS],
+        "placed": lambda: jax.device_put(table, jax.memory.Space.Device)[IDS],
+        "with_metadata": lambda: set_xla_metadata(table, about="rows")[IDS],
         "custom_of_a_row": lambda: soft(table[0])[None] * table[IDS],
         "rfft": lambda: jnp.abs(jnp.fft.rfft(table)[IDS]),
     }
@@ -236,6 +258,12 @@ def from_stacked(tables):
         ),
         "one_hots": lambda: jax.vmap(lambda t, i: one_hot(i, t) @ t)(tables, FIELD_IDS + 4),
         "one_hots_alike": lambda: jax.vmap(lambda t: one_hot(IDS + 3, t) @ t)(tables),
+        "products": lambda: jax.vmap(lambda t: (t @ WEIGHT)[IDS])(tables),
+        "products_of_one": lambda: (tables @ WEIGHT)[1, IDS],
+        "scanned_products": lambda: loop(lambda t: t[IDS], jnp.sin(tables) @ WEIGHT),
+        "one_hots_first": lambda: jnp.einsum(
+            "kv,fvd->fkd", one_hot(IDS, tables[0]), tables
+        ),
         "one_hots_last": lambda: jnp.einsum("fvd,kv->kdf", tables, one_hot(IDS, tables[0])),
         "scanned_one_hots": lambda: loop(lambda t, i: one_hot(i, t) @ t, tables, FIELD_IDS),
         "bcoo": lambda: jax.vmap(lambda t: BCOO @ t)(tables),
@@ -491,6 +519,8 @@ WARNS = {
     "flat": (LARGE, lambda t: t.reshape(-1)[IDS], WHOLE),
     "scaled_row": (LARGE, lambda t: t.at[0].mul(0.0)[IDS], "before this step"),
     "mixed_rows": (LARGE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "of each of them"),
+    "cumulative": (LARGE, lambda t: jnp.cumsum(t, axis=0)[IDS], "of each of them"),
+    "mutable": (LARGE, lambda t: jax.new_ref(t)[IDS], "table[ids]"),
     "beside_norms": (LARGE, lambda t: jax.nn.log_softmax(t)[IDS, IDS % D], WHOLE),
     **{n: (LARGE, own(backward), "their sum") for n, backward in NOT_LINEAR.items()},
     "weighted": (LARGE, lambda t: (one_hot(IDS, t) * 0.5) @ t, WEIGHED),
@@ -535,6 +565,15 @@ def test_forms_that_warn(name, dense_lookups):
     assert any("is dense" in text and advice in text for text in texts)
     assert not js.is_slices(found[name])
     assert_close(found[name], wanted[name], rtol=1e-4)
+
+
+def test_functions_made_alike_are_told_apart():
+    """The inner one mixes rows, and only the derivative of the outer one calls it."""
+    centred = doubled(lambda x: x - x.mean(0, keepdims=True))
+    loss = lambda t: (doubled(centred)(t)[IDS] ** 2).sum()  # noqa: E731
+    with pytest.warns(js.DensificationWarning, match="is dense"):
+        found = js.value_and_grad(loss)(LARGE)
+    assert_close(found, jax.value_and_grad(loss)(LARGE))
 
 
 def test_the_report_names_lookups_that_give_no_rows():

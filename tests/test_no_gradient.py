@@ -88,6 +88,21 @@ def test_no_gradient_no_rows(loss):
         assert_close(dense(grads), wanted)
 
 
+@pytest.mark.parametrize("read", (stop, lambda x: x > 1), ids=("stopped", "truths"))
+def test_tables_in_one_array(read):
+    """Each turn of a loop gets one; AdamW would decay all rows of a dense gradient."""
+    tables, tx = jnp.ones((2, 9, D)), js.adamw(0.1, weight_decay=0.1)
+
+    def loss(tables, scale):
+        total = lambda sum, table: (sum + scale * read(table[IDS]).sum(), None)  # noqa: E731
+        return jax.lax.scan(total, 0.0, tables)[0]
+
+    grads = js.grad(loss)(tables, 2.0)
+    assert js.is_slices(grads) and not grads.values.size
+    moved, _ = tx.apply(grads, tx.init(tables), tables)
+    np.testing.assert_array_equal(moved, tables)
+
+
 def test_vjp_and_tuples_of_arguments():
     rows, pull = js.vjp(lambda a, b: a[IDS], PARAMS["a"], PARAMS["b"])
     used, unused = pull(jnp.ones_like(rows))

@@ -63,11 +63,13 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
-def test_unreadable_is_logged_and_ignored(text, tmp_path, caplog):
+def test_a_damaged_file_is_not_no_file(text, tmp_path):
     write(tmp_path, text)
-    assert js.checkpoint.get_checkpoint_state(tmp_path) is None
-    assert js.checkpoint.latest_checkpoint(tmp_path) is None
-    assert "this state file is ignored" in caplog.text
+    for read in (js.checkpoint.get_checkpoint_state, js.checkpoint.latest_checkpoint):
+        with pytest.raises(
+            js.DataLossError, match=r"is damaged: .* by its path"
+        ):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", 'all_model_checkpoint_paths: "m"'])
@@ -200,6 +202,15 @@ def test_what_waits_for_deletion_goes_when_somebody_saves(tmp_path):
     assert note in (tmp_path / "checkpoint").read_text()  # the base still waits
     js.checkpoint.update_checkpoint_state(tmp_path, tmp_path / "y")
     assert note in (tmp_path / "checkpoint").read_text()
+
+
+def test_comments_go_with_another_file(tmp_path):
+    """A file that is cut can have zeros at its end after a power failure."""
+    doomed(tmp_path, "x")
+    with open(tmp_path / "checkpoint") as before:
+        js.Saver(max_to_keep=1).save({"a": 3}, tmp_path / "base")
+        assert "#" not in (tmp_path / "checkpoint").read_text()
+        assert "to_be_deleted" in before.read()
 
 
 def test_only_what_was_meant_is_deleted(tmp_path):

@@ -35,6 +35,9 @@ from jslices._grad.views import (
 from jslices._grad.walk import ProgramWalk, Scope, carries_gradient
 from jslices._jax import Atom, Equation, Program
 
+#: So many functions deep derivatives are checked. Most that go on make themselves anew.
+MOST_WITHIN = 8
+
 
 class _MixesRowsError(Exception):
     """A program turns out not to treat every row alike."""
@@ -57,8 +60,8 @@ def with_own_derivative(
     Args:
       eqn: the call, with at least one view among its operands.
       operands: for each operand a view, or its value (None while reads are planned).
-      within: the functions whose derivatives are being checked: many derivatives call their
-        own function. None if this call was checked with one of them.
+      within: the calls whose derivatives are being checked: many derivatives call their own
+        function. None if this call was checked with one of them.
 
     Returns:
       One view per output; None if the function or its derivative mixes rows, or if the
@@ -120,16 +123,21 @@ class _Function:
 
     def check(self, within: frozenset[Any] | None) -> None:
         """Raises _MixesRowsError if function and derivative do not treat rows alike."""
-        source = _jax.source(self._eqn), *map(str, self._avals)
-        if within is None or source in within:
+        if within is None:
             return
+        program = str(self.body.program)  # static arguments are constants in it
+        call = _jax.functions_behind(self._eqn), program, *map(str, self._avals)
+        if call in within:
+            return
+        if len(within) == MOST_WITHIN:
+            raise _MixesRowsError
         if within:
-            return self.check_programs(within | {source})
+            return self.check_programs(within | {call})
         checked = _program_checks.setdefault(self.body.program, {})
         key = (tuple(self.shared), self._lead)
         if key not in checked:
             checked[key] = False
-            self.check_programs(frozenset({source}))
+            self.check_programs(frozenset({call}))
             checked[key] = True
         if not checked[key]:
             raise _MixesRowsError

@@ -40,8 +40,12 @@ from jslices._rows.access import INT32_MAX, index_dtype, is_below
 
 #: The name of a product with a one-hot array that is not read as rows.
 ONE_HOT = "one_hot"
-#: Reads of elements and windows instead of whole rows, ``table[i, j]``, weighted or not.
-_PICKS_ELEMENTS = frozenset({"dynamic_slice", "gather", ONE_HOT, "reshape", "squeeze"})
+#: Reads of elements and windows instead of whole rows, ``table[i, j]``, weighted or not,
+#: and of sums over the rows before each.
+_PICKS_ELEMENTS = frozenset(
+    {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "dynamic_slice", "gather"}
+    | {ONE_HOT, "reshape", "sort", "squeeze"}
+)
 #: Rows with so many times the bytes of a dense gradient take up to 4 times as long (13 to
 #: 250 times the bytes: experts, transition matrices and adapters of 64 x 64).
 MANY_BYTES = 8
@@ -98,6 +102,7 @@ class DenseUse:
     what: str  # the name of the primitive, or :data:`ONE_HOT`
     source: Source | None  # None for the function's result
     to_scalar: bool = False  # whether the equation reduces it to one number
+    of_product: bool = False  # whether it is a product with the leaf that is then used
 
 
 class Planned(NamedTuple):
@@ -210,11 +215,11 @@ def _with_row_axes(first: Planned, planned: Callable[[list[LeafSpec]], Planned])
 
 def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
     """The plan, of several with ever finer rows, in which a leaf has the fewest bytes."""
-    sparse = [plan for plan in plans if plan.kind(number) == "sparse"]
-    if not sparse:
+    by_rows = [plan for plan in plans if plan.kind(number) != "dense"]
+    if not by_rows:
         return plans[0]
-    best, leaf = sparse[0], plans[0].leaves[number]
-    for plan in sparse[1:]:
+    best, leaf = by_rows[0], plans[0].leaves[number]
+    for plan in by_rows[1:]:
         if is_below(plan.bytes_of_rows(number), best.bytes_of_rows(number)):
             best = plan
     # If rows are as large as the array, it is also looked up by finer rows and used as a
@@ -235,7 +240,8 @@ def _may_have_finer_rows(planned: Planned, number: int) -> bool:
     if no_room and planned.kind(number) == "sparse":
         # Their numbers may not fit; an error says so, unless these rows do.
         return planned.rows_are_larger(number)
-    return leaf.may_be_sparse and (use is None or use.what not in _PRODUCTS)
+    is_layer = use is not None and use.what in _PRODUCTS and not use.of_product
+    return leaf.may_be_sparse and not is_layer
 
 
 # --- planning ---------------------------------------------------------------------------
@@ -287,7 +293,7 @@ class Planner(ViewWalk):
         outputs = super().step(eqn, operands, scope)
         self._is_one_hot = False
         if isinstance(outputs[0], View):
-            use = DenseUse(eqn.primitive.name, self.source(eqn))
+            use = DenseUse(eqn.primitive.name, self.source(eqn), of_product=True)
             _note(self.uses.products, outputs[0], use)
         return outputs
 

@@ -60,7 +60,8 @@ class _Factor(NamedTuple):
     def arranged(self, rows: jax.Array) -> jax.Array:
         """Rows ``[n, *D]`` for each id, with their axes in the order of the product."""
         rows = jnp.transpose(rows, (0, *(1 + axis for axis in self.columns)))
-        return rows.reshape(-1, *self.alike, *rows.shape[1:])
+        count = rows.shape[0] // max(math.prod(self.alike), 1)
+        return rows.reshape(count, *self.alike, *rows.shape[1:])
 
 
 def _factor(view: View, contracted: Sequence[int], batch: Sequence[int]) -> _Factor | None:

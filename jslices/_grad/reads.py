@@ -7,7 +7,6 @@ matrices in products.py. A :class:`Reader` goes from the rows of a view to those
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +35,17 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import is_below, missing_value, per_row, take_rows, wide
+from jslices._rows.access import (
+    INT32_MAX,
+    canonical_indices,
+    clipped_indices,
+    index_dtype,
+    is_below,
+    missing_value,
+    per_row,
+    take_rows,
+    wide,
+)
 from jslices._typing import Aval
 
 #: ``take(table, ids, mode, fill_value)`` reads rows of a table.
@@ -61,6 +70,8 @@ class RowRead:
     arrange: Callable[[jax.Array, Sequence[Any]], jax.Array]
     #: From the operands' values to which ids are good; None: those in range.
     good: Callable[[Sequence[Any]], jax.Array] | None = None
+    #: From the operands' values to which ids get a gradient; None: those that are good.
+    graded: Callable[[Sequence[Any]], jax.Array] | None = None
     #: Which operand of the equation the view is; it is None in the values above.
     operand: int = 0
     beside: Atom | None = None  # a variable whose value comes after the operands'
@@ -82,25 +93,31 @@ class RowRead:
         view, ids, mode = self.view, self.ids(operands), self.mode
         height = view.shape[0]
         reader = Reader(lambda table, ids: take(table, ids, "clip", None), _just_take)
-        if self.good is not None and mode != Mode.CLIP:
-            good = self.good(operands)  # and then all ids are in range
-            rows = reader.rows(view, RowIds((), ids, jnp.where(good, ids, height)))
-            return self._masked(rows, good)
-        near = functools.partial(jnp.clip, ids, 0, max(height - 1, 0))
-        record = near() if mode == Mode.CLIP else ids
-        if isinstance(view, TableView):
-            return take(view, RowIds((), ids, record), mode, self.fill_value)
+        directly = isinstance(view, TableView) and self.good is None
+        near = clipped_indices(ids, height)
         if mode == Mode.CLIP:
-            return reader.rows(view, RowIds((), record, record))
-        rows = reader.rows(view, RowIds((), near(), record))
-        return self._masked(rows, (ids >= 0) & (ids < height))
+            if directly:
+                return take(view, RowIds((), ids, near), mode, None)
+            return reader.rows(view, RowIds((), near, near))
+        if directly and self.graded is None:
+            return take(view, RowIds((), ids, ids), mode, self.fill_value)
+        good = _in_range(ids, height) if self.good is None else self.good(operands)
+        graded = good if self.graded is None else self.graded(operands)
+        record = jnp.where(graded, near, height)
+        if directly:
+            return take(view, RowIds((), ids, record), mode, self.fill_value)
+        rows = reader.rows(view, RowIds((), near, record))
+        if mode == Mode.PROMISE_IN_BOUNDS or self.graded is not None:
+            # These read a row, but send no gradient back, neither to the table nor to
+            # anything else that the rows were made from.
+            rows = jnp.where(per_row(graded, rows), rows, lax.stop_gradient(rows))
+        if mode == Mode.FILL_OR_DROP:
+            rows = filled(rows, good, self.fill_value)
+        return rows
 
-    def _masked(self, rows: jax.Array, good: jax.Array) -> jax.Array:
-        if self.mode == Mode.FILL_OR_DROP:
-            return filled(rows, good, self.fill_value)
-        # A bad id reads the edge row, but sends no gradient back, neither to the table nor
-        # to anything else that the rows were made from.
-        return jnp.where(per_row(good, rows), rows, lax.stop_gradient(rows))
+
+def _in_range(ids: jax.Array, height: int) -> jax.Array:
+    return canonical_indices(ids, height) < height
 
 
 def filled(rows: jax.Array, good: jax.Array, fill_value: Any) -> jax.Array:
@@ -231,10 +248,30 @@ def _gather_form(eqn: Equation, operands: Values, origins: Origins) -> RowRead |
     if not isinstance(view, View) or eqn.params["mode"] not in defined:
         return None
     if isinstance(view, Transposed):
-        return _gather_transposed(eqn, view)
-    if isinstance(view, Repeated):
-        return _gather_repeated(eqn, view)
-    return _gather_rows(eqn, view, origins)
+        read = _gather_transposed(eqn, view)
+    elif isinstance(view, Repeated):
+        read = _gather_repeated(eqn, view)
+    else:
+        read = _gather_rows(eqn, view, origins)
+    return read and _as_cut(read, _jax.shape_of(eqn.invars[0]))
+
+
+def _as_cut(read: RowRead, shape: tuple[int, ...]) -> RowRead:
+    """The read of a gather in mode fill, for which JAX cuts ids of 64 bits to 32.
+
+    Where that makes an id good, its row is read; but it gets no gradient.
+    """
+    tall = any(is_below(INT32_MAX, size) for size in shape)
+    if read.mode != Mode.FILL_OR_DROP or read.numbers.dtype.itemsize < 8 or tall:
+        return read
+    cut = lambda values: [values[0], values[1].astype(jnp.int32)]  # noqa: E731
+    good, height = read.good, read.view.shape[0]
+    return dataclasses.replace(
+        read,
+        ids=lambda values: read.ids(cut(values)),
+        good=good and (lambda values: good(cut(values))),
+        graded=good or (lambda values: _in_range(read.ids(values), height)),
+    )
 
 
 @form_for("dynamic_slice")
@@ -289,7 +326,7 @@ def _gather_windows(eqn: Equation, view: View, column: int) -> RowRead | None:
     count = math.prod(aval.shape[:-1]) * sizes[0]
 
     def ids(values: Values) -> jax.Array:
-        starts = jnp.clip(wide(values[1])[..., column], 0, height - sizes[0])
+        starts = clipped_indices(values[1][..., column], height - sizes[0] + 1)
         within = jnp.arange(sizes[0], dtype=starts.dtype)[None]
         return (starts.reshape(-1, 1) + within).reshape(count)
 
@@ -424,14 +461,14 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> RowRead | None:
 
     def ids(values: Values) -> jax.Array:
         starts = wide(values[1], view.inner.shape[0])
-        number = jnp.zeros((), starts.dtype)
+        number = jnp.zeros((), index_dtype(view.inner.shape[0], starts.dtype))
         for d, height in enumerate(shape[:lead]):
             if d in by_id:
-                start = jnp.clip(starts[..., axes.index(d)], 0, max(height - 1, 0))
+                start = clipped_indices(starts[..., axes.index(d)], height)
                 along = spread(start).reshape(order)
             else:
-                along = lax.broadcasted_iota(starts.dtype, order, position[d])
-            number = number * height + along
+                along = lax.broadcasted_iota(number.dtype, order, position[d])
+            number = number * height + along.astype(number.dtype)
         return number.reshape(count)
 
     def good(values: Values) -> jax.Array:
@@ -454,13 +491,13 @@ def _slice_rows(eqn: Equation, view: View) -> RowRead | None:
         return None
 
     def ids(values: Values) -> jax.Array:
-        start = jnp.clip(wide(values[1]), 0, height - count)
+        start = clipped_indices(values[1], height - count + 1)
         return start + jnp.arange(count, dtype=start.dtype)
 
     def arrange(rows: jax.Array, values: Values) -> jax.Array:
         if whole_rows:
             return rows
-        return lax.dynamic_slice(rows, [jnp.zeros_like(values[1]), *values[2:]], sizes)
+        return _jax.bind(eqn, [rows, jnp.zeros_like(values[1]), *values[2:]])[0]
 
     return RowRead(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
 
@@ -473,10 +510,9 @@ def _slice_repeated(eqn: Equation, operands: Values) -> RowRead | None:
         return None
 
     def ids(values: Values) -> jax.Array:
-        starts = [wide(start, view.inner.shape[0]) for start in values[1 : 1 + lead]]
-        part = flat(window(view, starts, sizes[:lead]))
+        part = flat(window(view, values[1 : 1 + lead], sizes[:lead]))
         assert isinstance(part, Window)
-        return part.number(jnp.arange(count, dtype=starts[0].dtype))
+        return part.number(jnp.arange(count, dtype=jnp.int32))
 
     arrange = lambda rows, values: rows.reshape(sizes)  # noqa: E731
     return RowRead(view.inner, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)

@@ -37,7 +37,13 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._lookup.mark import mark_p
-from jslices._rows.access import INT32_MAX, is_below, wide
+from jslices._rows.access import (
+    INT32_MAX,
+    canonical_indices,
+    clipped_indices,
+    is_below,
+    wide,
+)
 
 
 class NeedsWhole(NamedTuple):
@@ -373,12 +379,6 @@ rule_for("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_along("ax
 rule_for("sort")(_along("dimension"))
 
 
-@rule_for("tile")
-def _tile(eqn: Equation, operands: Values, lead: int) -> Result:
-    once = set(eqn.params["reps"][:lead]) == {1}
-    return _views(eqn, operands, lead) if once else None
-
-
 @rule_for("fft")
 def _fft(eqn: Equation, operands: Values, lead: int) -> Result:
     inside = lead + len(eqn.params["fft_lengths"]) <= len(_jax.shape_of(eqn.invars[0]))
@@ -393,14 +393,26 @@ def _dot_general(eqn: Equation, operands: Values, lead: int) -> Result:
     """
     (contracted, inside), batch = eqn.params["dimension_numbers"]
     left, right = operands
-    rows_stay = isinstance(left, View) and lead == 1 and 0 not in contracted
+    rows_stay = isinstance(left, View) and min(contracted, default=lead) >= lead
     rows_stay = rows_stay and not isinstance(left, Transposed)
     scores = len(_jax.shape_of(eqn.invars[1])) == len(inside)
     if not rows_stay or any(batch) or scores:
         return None
     if isinstance(right, View):
         return NeedsWhole([1])
-    return _views(eqn, operands, lead, shared=[False, True])
+    axes = tuple(axis - lead + 1 for axis in contracted), inside
+    inner, out = flat(left), eqn.outvars[0].aval
+
+    def apply(values: Values, count: int) -> jax.Array:
+        product: jax.Array = _jax.bind(eqn, values, dimension_numbers=(axes, batch))[0]
+        return product
+
+    shapes = tuple(map(_jax.shape_of, eqn.invars))
+    key = (eqn.primitive, lead, shapes, *eqn.params.items())
+    shape = inner.shape[0], *out.shape[lead:]
+    view = Rowwise(shape, out.dtype, apply, (inner, right), (False, True), key)
+    graded = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (inner, view))
+    return [folded(view if graded else without_slots(view), out.shape[:lead])]
 
 
 # --- other numbers for the rows ---------------------------------------------------------
@@ -570,6 +582,27 @@ def _broadcast(eqn: Equation, operands: Values, lead: int) -> Result:
     return [_renumbered(operands[0], lead, shape[:more], numbering, take)]
 
 
+@rule_for("tile")
+def _tile(eqn: Equation, operands: Values, lead: int) -> Result:
+    """The rows over and over, along each axis that numbers them, and their columns."""
+    (view,), reps = operands, tuple(eqn.params["reps"])
+    once, rows = (1,) * lead, view.shape[:lead]
+    if reps[:lead] != once:
+        # As axes of their own the repetitions come before the rows that they repeat.
+        apart = tuple(itertools.chain.from_iterable(zip(reps, rows, strict=False)))
+        if not is_below(math.prod(apart), INT32_MAX + 1) or not math.prod(apart):
+            return None
+        numbering = [(2 * axis + 1, 0, 1) for axis in range(lead)]
+        no_columns = (*reps[:lead], *(1 for _ in reps[lead:]))
+        take = lambda array: jnp.tile(array, no_columns)  # noqa: E731
+        tiled = flat(_renumbered(view, lead, apart, numbering, take))
+        view = folded(tiled, tuple(map(operator.mul, reps, rows)))
+    if set(reps[lead:]) <= {1}:
+        return [view]
+    columns = {"reps": (*once, *reps[lead:])}
+    return _views(eqn, [view], lead, lambda rows: columns, [False])
+
+
 @rule_for("transpose")
 def _transpose_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     order, view = tuple(eqn.params["permutation"]), operands[0]
@@ -639,7 +672,8 @@ def _replace_row(eqn: Equation, operands: Values, lead: int) -> Result:
     if at is not None:
         at, rows = _by_example(numbers, at, rows, examples)
         at, rows = at.reshape(-1), rows.reshape(-1, *row)
-        at = jnp.clip(at, 0, height - 1) if mode == Mode.CLIP else at
+        settle = clipped_indices if mode == Mode.CLIP else canonical_indices
+        at = settle(at, height)
     inner = flat(view)
     replaced = Replaced(inner.shape, view.dtype, inner, at, rows, height)
     return [folded(replaced, view.shape[:lead])]
@@ -721,15 +755,20 @@ def _barrier(eqn: Equation, operands: Values, lead: int) -> Result:
     return [x if isinstance(x, View) else next(passed) for x in operands]
 
 
-@rule_for("sharding_constraint")
-def _sharding_constraint(eqn: Equation, operands: Values, lead: int) -> Result:
-    """A constraint is about the whole table, so it stays on the table."""
-    table = flat(operands[0])
-    if not isinstance(table, TableView):
+@rule_for("sharding_constraint", "device_put", "xla_metadata_value")
+def _placed(eqn: Equation, operands: Values, lead: int) -> Result:
+    """Where a table is, and what is noted on it, is about all of it."""
+    views = [flat(x) for x in operands if isinstance(x, View)]
+    tables = [x for x in views if isinstance(x, TableView)]
+    if len(tables) < len(operands):
         return None
-    array = None if table.array is None else _jax.bind(eqn, [table.array])[0]
-    table = dataclasses.replace(table, array=array)
-    return [folded(table, operands[0].shape[:lead])]
+    arrays = [table.array for table in tables]
+    if not any(array is None for array in arrays):
+        arrays = _jax.bind(eqn, arrays)
+    return [
+        folded(dataclasses.replace(table, array=array), x.shape[: x.lead])
+        for table, array, x in zip(tables, arrays, operands, strict=True)
+    ]
 
 
 @rule_for("reshard")
@@ -746,4 +785,4 @@ def _stop_gradient(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 #: They take views of any kind.
-_FOR_ANY_VIEW = (_same_rows, _hi_primitive, _barrier, _reshard, _sharding_constraint)
+_FOR_ANY_VIEW = (_same_rows, _hi_primitive, _barrier, _reshard, _placed)

@@ -328,7 +328,7 @@ def _fill_out_of_range(
     at = jnp.array([0, max(height - 1, 0)]) if directly else ids.read
     others = lax.stop_gradient(table.take(at, read.mode))
     if directly:
-        others = jnp.where(per_row(record < 0, rows), others[0], others[1])
+        others = jnp.where(per_row(ids.read < 0, rows), others[0], others[1])
     return jnp.where(per_row(in_range, rows), rows, others)
 
 

@@ -19,11 +19,12 @@ from jslices._grad.walk import CUSTOM, ProgramWalk, Scope
 from jslices._jax import Equation, Program, Source
 from jslices._rows.access import is_below
 
-# These move the elements of their first operand.
+# These move the elements of their first operand, or those before them come with each.
 _MOVES = frozenset(
-    "dynamic_update_slice jslices_table layout_constraint pad pcast pvary reshape rev "
-    "scatter scatter-add scatter-mul sharding_constraint slice split squeeze "
-    "transpose".split()
+    "copy cumlogsumexp cummax cummin cumprod cumsum device_put dynamic_update_slice "
+    "jslices_table layout_constraint new_ref pad pcast pvary reshape rev scatter "
+    "scatter-add scatter-mul sharding_constraint slice sort split squeeze tile transpose "
+    "xla_metadata_value".split()
 )
 
 
@@ -71,6 +72,12 @@ class _UnreadSearch(ProgramWalk[Held]):
             if _picks_by_ids(eqn, scope.origins):
                 for leaf in operands[0].elements:
                     self.lookups[leaf].append(self.source(eqn))
+            return [_HOLDS_NOTHING]
+        if eqn.primitive.name == "get":  # of a mutable array, which may be all of it
+            if all(map(scope.origins.is_fixed, eqn.invars[1:])):
+                return [operands[0]]
+            for leaf in operands[0].elements:
+                self.lookups[leaf].append(self.source(eqn))
             return [_HOLDS_NOTHING]
         held = [bool(x.elements) for x in operands]
         if eqn.primitive.name == "dot_general" and picks_rows(eqn, held, scope.origins):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import per_row, take_rows, wide
+from jslices._rows.access import clipped_indices, per_row, take_rows, wide
 
 #: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
@@ -438,7 +438,7 @@ def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
     rows, sizes = view.shape[: view.lead], tuple(sizes)
     if not any(start is None for start in starts):
         limits = zip(starts, rows, sizes, strict=True)
-        starts = [jnp.clip(start, 0, n - size) for start, n, size in limits]
+        starts = [clipped_indices(start, n - size + 1) for start, n, size in limits]
     inner = flat(view)
     shape = (math.prod(sizes), *inner.shape[1:])
     cut = Window(shape, view.dtype, inner, tuple(starts), rows, sizes)

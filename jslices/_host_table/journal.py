@@ -47,6 +47,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
+import jax
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError
@@ -111,6 +112,7 @@ class Journal:
         self._started: Callable[[], None] | None = None
         self._file: storage.File | None = None
         self._unflushed = False
+        self._flush_error: OSError | None = None
         self._pid = os.getpid()
         _JOURNALS.add(self)
         self.closed = False
@@ -141,10 +143,10 @@ class Journal:
         if self.pending:
             try:
                 parts = [rows.part() for rows in self.pending]
-            except Exception:  # not KeyboardInterrupt, which leaves them for the next call
-                self.pending = ()
+            except (FailedPreconditionError, jax.errors.JaxRuntimeError):
+                self.pending = ()  # rows of another fetch, or that could not be computed
                 raise
-            self.write(parts)
+            self.write(parts)  # whatever else is raised, the next call tries again
 
     def store(self, pending: Sequence[Stored], *, at_once: bool) -> None:
         """Write to some tables, now or at the next call. Nothing may be unfinished."""
@@ -187,15 +189,32 @@ class Journal:
         old.close()
 
     def flush(self) -> None:
-        """Write everything that was stored to the disk."""
+        """Write everything that was stored to the disk.
+
+        Raises:
+          OSError: if it cannot be written, now and at every call from now on: a system
+            reports a failed write once, and forgets it.
+        """
         self.finish()
-        for member in self._files:
-            member.check_path()
-            member.flush()
-        if self._unflushed:
-            self._unflushed = False
-            self._write_head(Head(False, False, len(self._files)))
-            os.fsync(self._opened().fileno())
+        if self._flush_error is not None:
+            raise OSError(
+                self._flush_error.errno,
+                f"an earlier flush failed ({self._flush_error.strerror}), and what is on "
+                "the disk is not certain: save(path) makes a copy, close() lets the file "
+                "be opened again",
+                self._flush_error.filename,
+            ) from self._flush_error
+        try:
+            for member in self._files:
+                member.check_path()
+                member.flush()
+            if self._unflushed:
+                self._write_head(Head(False, False, len(self._files)))
+                os.fsync(self._opened().fileno())
+                self._unflushed = False
+        except OSError as error:
+            self._flush_error = error
+            raise
 
     # --- the file ---------------------------------------------------------------------
 

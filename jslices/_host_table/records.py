@@ -20,6 +20,7 @@ import os
 import shutil
 import stat
 import struct
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -346,6 +347,12 @@ def _lock(file: File) -> None:
             f"{file.path} is open as a HostTable, in another process or in this one, and "
             "only one can train it. Call close() there, or open a copy that save(path) made"
         ) from error
+    except OSError as error:
+        warnings.warn(
+            f"{file.path} cannot be locked ({error.strerror}), as on some network file "
+            "systems: see to it that one process alone opens it as a HostTable",
+            stacklevel=2,
+        )
 
 
 def journal_of(path: str) -> str:

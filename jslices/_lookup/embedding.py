@@ -14,7 +14,13 @@ from jslices._arguments import OneOf
 from jslices._densify import current_user_line
 from jslices._lookup.mark import mark_table
 from jslices._place.boundary import looked_up, on_any_mesh
-from jslices._rows.access import index_dtype, missing_value, per_row, take_rows
+from jslices._rows.access import (
+    canonical_indices,
+    index_dtype,
+    missing_value,
+    per_row,
+    take_rows,
+)
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
 
 #: A table, or its shards.
@@ -167,6 +173,8 @@ def _read(
 ) -> jax.Array:
     if len(tables) == 1 and keep is None:
         direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
+        if ids.dtype.itemsize == 8 and direct == "fill":
+            ids = canonical_indices(ids, count)  # JAX cuts them to 32 bits (jax 0.12)
         return _take(tables[0], ids, mode=direct)
     settled = settle(ids, count, mode if mode == "clip" else "drop")
     settled = settled if keep is None else jnp.where(keep, settled, count)

@@ -117,6 +117,16 @@ def canonical_indices(
     return jnp.where(in_range, wide, empties)
 
 
+def clipped_indices(indices: jax.Array, num_rows: int) -> jax.Array:
+    """``indices`` of any integer dtype, those out of range those of the nearest row.
+
+    ``[...]`` int32 (int64 where that came in or V needs it), as XLA clamps them.
+    """
+    inside = canonical_indices(indices, num_rows)
+    nearest = jnp.where(indices > 0, jnp.array(max(num_rows - 1, 0), inside.dtype), 0)
+    return jnp.where(inside < num_rows, inside, nearest)
+
+
 def missing_value(dtype: np.dtype) -> Any:
     """What a read out of range gives: NaN, or the integer least likely to be a value."""
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -189,9 +199,9 @@ def take_rows(
     starts = lax.expand_dims(indices, (indices.ndim,))
     mode = lax.GatherScatterMode.from_any(mode)
     if row_axes > 1:
-        clips = mode == lax.GatherScatterMode.CLIP
-        near = jnp.clip(indices, 0, num_rows - 1) if clips else indices
-        starts = jnp.stack(places(near, table.shape, row_axes), axis=-1)
+        if mode != lax.GatherScatterMode.FILL_OR_DROP:  # XLA clamps each axis by itself
+            indices = clipped_indices(indices, num_rows)
+        starts = jnp.stack(places(indices, table.shape, row_axes), axis=-1)
     if len(row) == 1 and row[0] in SHORT and platform_at_hand() == "tpu":
         starts = jnp.concatenate([starts, jnp.zeros_like(starts[..., :1])], axis=-1)
         if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:

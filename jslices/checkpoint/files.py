@@ -82,10 +82,16 @@ def write_and_flush(descriptor: int, text: str) -> None:
 
 
 def shorten(path: str, text: str, suffix: str) -> None:
-    """Cut a suffix off a small file, unless another process has replaced it."""
-    with contextlib.suppress(OSError), open(path, "rb+") as file:
-        if file.read() == (text + suffix).encode("ascii"):
-            file.truncate(len(text))
+    """Cut a suffix off a small file, unless another process has replaced it.
+
+    It is replaced: a power failure after a cut can leave zeros at the end.
+    """
+    with contextlib.suppress(OSError):  # then the longer one stays
+        with open(path, "rb") as file:
+            if file.read() != (text + suffix).encode("ascii"):
+                return
+        with replacing(path) as descriptor:
+            write_and_flush(descriptor, text)
 
 
 def sync_directory(directory: str) -> None:

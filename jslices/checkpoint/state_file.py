@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jslices import NotFoundError
+from jslices import DataLossError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import is_published
 from jslices.checkpoint.files import Path
@@ -52,10 +52,12 @@ def get_checkpoint_state(
 
     Returns:
       A :class:`CheckpointState`, relative paths joined to ``checkpoint_dir``. None when
-      there is no such file, or when it cannot be read (which is logged).
+      there is no such file.
 
     Raises:
-      ValueError: if it can be read but names no checkpoint.
+      DataLossError: for a damaged file. TensorFlow returns None, from which many a program
+        takes it that training has not begun.
+      ValueError: if it names no checkpoint.
 
     Example:
       >>> import tempfile, jslices as js
@@ -70,9 +72,11 @@ def get_checkpoint_state(
         state = _state(parse_text(_contents(filename)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        _log.warning("%s: %s; this state file is ignored", filename, error)
-        return None
+    except ValueError as error:
+        raise DataLossError(
+            f"{filename} is damaged: {error}. Restore a checkpoint by its path, or write "
+            "the file anew with update_checkpoint_state"
+        ) from error
     if not state.model_checkpoint_path:
         raise ValueError(
             f"Invalid checkpoint state loaded from {filename}: it has no "
