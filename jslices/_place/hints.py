@@ -152,7 +152,7 @@ def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLi
     cannot treat it as ``[L * V, D]``, and copies it to write some thousand rows.
     """
     num_rows = shape[row_axes - 1]
-    if row_axes == 1 or len(shape) != row_axes + 1 or platform_at_hand() != "tpu":
+    if len(shape) != row_axes + 1 or platform_at_hand() != "tpu":
         return
     if _jax.is_symbolic(num_rows) or num_rows % TILE_ROWS == 0:
         return

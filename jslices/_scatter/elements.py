@@ -6,12 +6,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jslices._place.boundary import like_first, on_any_mesh
+from jslices._place.boundary import like_first, on_any_mesh, one_program
 from jslices._rows.access import DROP
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_first, settle
 from jslices._scatter.kernels import update
 from jslices._scatter.rows import as_ref, as_updates, check_dtype, refuse_bad_rows
-from jslices._slices import one_program
 
 
 def scatter_nd_update(

@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._arguments import OneOf
-from jslices._place.boundary import like_first, on_any_mesh, row_major_array
+from jslices._place.boundary import like_first, on_any_mesh, one_program, row_major_array
 from jslices._rows.access import height_of, rows_numbered
 from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
 from jslices._scatter.kernels import KERNELS
-from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices, one_program
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
 
 
 def scatter_update(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jslices._densify import human_bytes
@@ -268,6 +269,24 @@ class Entries:
                 f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
                 f"dense_shape={self.dense_shape})"
             )
+
+
+def check_slices(slices: Entries) -> None:
+    """Refuses slices whose indices a ``tree.map`` over their children has changed."""
+    if slices.indices.dtype == jax.dtypes.float0:
+        raise TypeError(
+            "these IndexedSlices are a derivative that JAX took of slices, whose row "
+            "numbers have none: type jslices.IndexedSlices(derivative.values, "
+            "slices.indices, slices.dense_shape), or differentiate slices.to_dense()"
+        )
+    if not jnp.issubdtype(slices.indices.dtype, jnp.integer):
+        raise TypeError(
+            f"these IndexedSlices have indices of dtype {slices.indices.dtype}, which "
+            "are not row numbers any more. A tree.map (of an Optax transformation, for "
+            "example) was mapped over the slices and changed them. Wrap that "
+            "transformation with jslices.from_optax(...), or map over whole slices: "
+            "jax.tree.map(f, grads, is_leaf=jslices.is_slices)"
+        )
 
 
 def _num_bytes(x: Aval) -> int:

@@ -12,12 +12,17 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_dense
 from jslices._jax import called_by_jax_operator
-from jslices._place.boundary import everywhere, like_first, looked_up, on_any_mesh
+from jslices._place.boundary import (
+    everywhere,
+    like_first,
+    looked_up,
+    on_any_mesh,
+    one_program,
+)
 from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
 from jslices._slices import parts
-from jslices._slices.carry import one_program
-from jslices._slices.entries import NO_FACTS, Facts
+from jslices._slices.entries import NO_FACTS, Facts, check_slices
 from jslices._slices.refusals import Refusals
 from jslices._slices.shards import each_shard, join_entries
 from jslices._typing import Index, Operand
@@ -493,24 +498,6 @@ def is_slices(x: object) -> bool:
       False
     """
     return isinstance(x, IndexedSlices)
-
-
-def check_slices(slices: "IndexedSlices") -> None:
-    """Refuses slices whose indices a ``tree.map`` over their children has changed."""
-    if slices.indices.dtype == jax.dtypes.float0:
-        raise TypeError(
-            "these IndexedSlices are a derivative that JAX took of slices, whose row "
-            "numbers have none: type jslices.IndexedSlices(derivative.values, "
-            "slices.indices, slices.dense_shape), or differentiate slices.to_dense()"
-        )
-    if not jnp.issubdtype(slices.indices.dtype, jnp.integer):
-        raise TypeError(
-            f"these IndexedSlices have indices of dtype {slices.indices.dtype}, which "
-            "are not row numbers any more. A tree.map (of an Optax transformation, for "
-            "example) was mapped over the slices and changed them. Wrap that "
-            "transformation with jslices.from_optax(...), or map over whole slices: "
-            "jax.tree.map(f, grads, is_leaf=jslices.is_slices)"
-        )
 
 
 def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:

@@ -14,43 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import Partial
+from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
 from jslices._densify import current_user_line
 from jslices._jax import flatten
-from jslices._place.boundary import (
-    mesh_of,
-    on_any_mesh,
-    platform_at_hand,
-    row_major_array,
-)
+from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
-from jslices._rows.access import (
-    canonical_indices,
-    index_dtype,
-    rows_numbered,
-    take_rows,
-    where_rows,
-)
+from jslices._rows import access
 from jslices._rows.sums import number_by_runs
-from jslices._slices import (
-    Facts,
-    IndexedSlices,
-    one_program,
-    rows_at,
-    sent_to_owners,
-    slices_of,
-)
+from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
 from jslices._typing import Leaf, Params, PyTree
-from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
-from jslices.optim.engine.step import (
-    Plan,
-    execute,
-    read_rows,
-    step_rows,
-)
+from jslices.optim.engine.step import Plan, execute, read_rows, step_rows
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
@@ -113,7 +90,7 @@ def with_clock(
             update = (before + update).astype(update.dtype)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         wrong = jnp.where(per_row(last == FROZEN, update), -0.0, jnp.nan)
-        update = where_rows(last == count, update, wrong.astype(update.dtype))
+        update = access.where_rows(last == count, update, wrong.astype(update.dtype))
         return update, *new, *_now(step, snapshot, last, old)
 
     return Partial(timed, () if missed is None else missed.args[0])
@@ -156,8 +133,8 @@ def refuse_stale(
             )
 
 
-@one_program
-@on_any_mesh(lambda *args: None)
+@boundary.one_program
+@boundary.on_any_mesh(lambda *args: None)
 def _late(
     tables: Sequence[tuple[Leaf, jax.Array]], count: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]]:
@@ -168,7 +145,8 @@ def _late(
         # A row of several numbers, of which each has a step of its own.
         rows = jnp.arange(steps.size).reshape(steps.shape)
         if isinstance(grad, IndexedSlices):
-            at = canonical_indices(grad.indices, rows_numbered(steps.shape, grad.row_axes))
+            height = access.rows_numbered(steps.shape, grad.row_axes)
+            at = access.canonical_indices(grad.indices, height)
             rows, steps = (
                 rows_at(x, at, fill_value=FROZEN, row_axes=grad.row_axes)
                 for x in (rows, steps)
@@ -181,14 +159,13 @@ def _late(
 Behind: TypeAlias = IndexedSlices | bool
 
 
-def rows_behind(params: Params, ids: PyTree) -> list[Behind]:
-    """For each parameter the rows that ``ids`` name, as :func:`caught_up` takes them.
+def rows_behind(leaves: Sequence[Leaf], tree: PyTreeDef, ids: PyTree) -> list[Behind]:
+    """For each leaf of params the rows that ``ids`` name, as :func:`caught_up` takes them.
 
     Raises:
       ValueError: if ``ids`` do not mirror ``params``.
       TypeError: for what are no row numbers.
     """
-    leaves, tree = flatten(params)
     try:
         each = tree.flatten_up_to(ids)
     except ValueError as error:
@@ -262,18 +239,18 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
     if behind is True:
         return _caught_up(kernel, old)[0]
     axes = behind.row_axes
-    num_rows = rows_numbered(old[0].shape, axes)
-    numbers = None
-    if platform_at_hand() == "tpu":  # reads each row once, as the step does that follows
+    num_rows = access.rows_numbered(old[0].shape, axes)
+    if boundary.platform_at_hand() == "tpu":
+        # It reads each row once, as the step does that follows.
         indices, numbers = number_by_runs(behind.indices, num_rows)
     else:
-        indices = canonical_indices(behind.indices, num_rows)
+        indices, numbers = access.canonical_indices(behind.indices, num_rows), None
     rows = _caught_up(kernel, read_rows(old, indices, axes))[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     if numbers is None:
         return rows
-    return take_rows(rows, numbers, mode="promise_in_bounds")
+    return access.take_rows(rows, numbers, mode="promise_in_bounds")
 
 
 def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
@@ -289,14 +266,15 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     ) -> tuple[jax.Array, ...]:
         count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
-        missed = steps.missed(count, run, tables, last, snapshot)
-        missed = jax.tree.map(lambda x: per_row(x, p), missed)
-        move, *new = steps.advance(Missed(*missed), p, *arrays)
-        # A row that missed nothing stays as it is, to the bit.
         late = last < count
-        move = where_rows(late, move, jnp.array(-0.0, move.dtype))
+        column = per_row(late, p)
+        missed = steps.missed(count, run, tables, last, snapshot)
+        missed = jax.tree.map(lambda x: x.reshape(column.shape), missed)
+        move, *new = steps.advance(missed, p, *arrays)
+        # A row that missed nothing stays as it is, to the bit.
+        move = jnp.where(column, move, jnp.array(-0.0, move.dtype))
         moved = [
-            where_rows(late, x, old).astype(old.dtype)
+            access.where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, arrays, strict=True)
         ]
         return move, *moved, *_now(count, now, last, snapshot)
@@ -344,17 +322,17 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     """
     p = arrays[0]
     axes = max(1, p.ndim - 1)
-    mesh = mesh_of(jax.typeof(p))
+    mesh = boundary.mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
         return _caught_up(kernel, arrays)
-    height = rows_numbered(p.shape, axes)
+    height = access.rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
-    rows = jnp.arange(height, dtype=index_dtype(height, np.dtype(np.int32)))
+    rows = jnp.arange(height, dtype=access.index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
     _, *new = execute(plan, kernel, rows, nothing, p.shape[:axes], arrays, 1, adds=True)
-    return [row_major_array(x) for x in new]
+    return [boundary.row_major_array(x) for x in new]
 
 
 def _missed(rule: Rule) -> MissedSteps:

@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_arguments
 from jslices._jax import flatten
-from jslices._slices import one_program
+from jslices._place.boundary import one_program
 from jslices._typing import Gradients, Key, Params, PyTree, Scalar, State
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import value_at

@@ -41,6 +41,15 @@ MOST_STEPS = 1 << 17
 Steps = jax.Array | np.ndarray
 
 
+def _compiled_method(method: Callable[..., Arrays]) -> Any:
+    """A method of scalars and small tables, compiled: eager, it dispatches dozens."""
+
+    def bound(self: "MissedSteps") -> Callable[..., Arrays]:
+        return jax.jit(functools.partial(method, self), inline=True)
+
+    return functools.cached_property(bound)
+
+
 class Series(NamedTuple):
     """One such sum."""
 
@@ -121,29 +130,17 @@ class MissedSteps:
         kept = total - high
         return jnp.stack([total, (high - (total - kept)) + (more - kept)])
 
-    # Scalars and small tables: compiled, or an eager step would dispatch dozens of them.
+    @_compiled_method
+    def snapshot(self, count: jax.Array, run: jax.Array) -> Arrays:
+        """The numbers kept with a row that has done ``count`` steps."""
+        series = self.series if self.keeps_series else ()
+        kept = tuple(self._tail_sum(each, count) for each in series)
+        return (*kept, run[0], run[1]) if self.keeps_run else kept
 
-    @functools.cached_property
-    def snapshot(self) -> Callable[[jax.Array, jax.Array], Arrays]:
-        """``snapshot(count, run)``: the numbers kept with a row that has done ``count``
-        steps."""
-
-        def snapshot(count: jax.Array, run: jax.Array) -> Arrays:
-            series = self.series if self.keeps_series else ()
-            kept = tuple(self._tail_sum(each, count) for each in series)
-            return (*kept, run[0], run[1]) if self.keeps_run else kept
-
-        return jax.jit(snapshot, inline=True)
-
-    @functools.cached_property
-    def table(self) -> Callable[[jax.Array], Arrays]:
-        """``table(count)``: for each series its sums ``[steps]`` over the last 0, 1, ...
-        steps."""
-
-        def table(count: jax.Array) -> Arrays:
-            return tuple(self._head_sums(count)) if self.series else ()
-
-        return jax.jit(table, inline=True)
+    @_compiled_method
+    def table(self, count: jax.Array) -> Arrays:
+        """For each series its sums ``[steps]`` over the last 0, 1, ... steps."""
+        return tuple(self._head_sums(count)) if self.series else ()
 
     def missed(
         self,

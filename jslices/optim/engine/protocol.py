@@ -8,32 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
 from jslices._jax import flatten
-from jslices._place.boundary import (
-    like_first,
-    on_any_mesh,
-    row_major_array,
-    shardings_of,
-    split_rows,
-)
-from jslices._rows.rounding import (
-    KeyBits,
-    add_rounding,
-    add_rows_rounding,
-    fold_in,
-    is_narrow,
-    key_bits,
-)
+from jslices._place import boundary
+from jslices._rows import rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import (
-    IndexedSlices,
-    check_slices,
-    each_shard,
-    one_program,
-)
+from jslices._slices import IndexedSlices, check_slices, each_shard
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -71,18 +54,6 @@ class GradientTransformation:
       Array([ 0.,  0.,  0., -1.,  0.], dtype=float32)
     """
 
-    #: The arguments of a call that makes the same, as attributes.
-    _parts = (
-        "init",
-        "_update",
-        "_catch_up",
-        "_flush",
-        "_apply",
-        "_plan",
-        "_peek",
-        "_check",
-    )
-
     def __init__(
         self,
         init: Callable[[Params], State],
@@ -94,9 +65,11 @@ class GradientTransformation:
         peek: Callable[[Params, State, PyTree], PyTree] | None = None,
         check: Callable[..., None] | None = None,
     ) -> None:
-        self.init, self._update, self._apply, self._check = init, update, apply, check
-        self._catch_up, self._flush, self._peek = catch_up, flush, peek
-        self._plan = plan
+        parts = {"init": init, "update": update, "catch_up": catch_up, "flush": flush}
+        parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
+        self._parts: dict[str, Any] = parts
+        self.init, self._catch_up, self._flush = init, catch_up, flush
+        self._peek, self._plan = peek, plan
         self.update = _step_of(update, check)
         self._step = _step_of(apply, check) if apply else in_two(self.update)
         # Bound once, so that jax.jit(tx.apply) finds its program again.
@@ -104,18 +77,16 @@ class GradientTransformation:
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
-        same = {name.removeprefix("_"): getattr(self, name) for name in self._parts}
-        return GradientTransformation(**{**same, **parts})
+        return GradientTransformation(**{**self._parts, **parts})
 
     def as_programs(self) -> "GradientTransformation":
         """The same, compiled as a whole outside of ``jax.jit`` as well.
 
         Extra arguments of ``update`` are left out.
         """
-        steps = {"update": self._update, "apply": self._apply}
-        steps |= {"catch_up": self._catch_up, "flush": self._flush, "peek": self._peek}
-        programs = {name: step and one_program(step) for name, step in steps.items()}
-        return self.replace(**programs)
+        names = ("update", "apply", "catch_up", "flush", "peek")
+        steps = {name: self._parts[name] for name in names if self._parts[name]}
+        return self.replace(**{name: boundary.one_program(x) for name, x in steps.items()})
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
@@ -159,7 +130,7 @@ class GradientTransformation:
             )
         if key is None:
             return self._step(grads, state, params, **extra_args)
-        key_bits(key, "tx.apply")  # before anything is done
+        rounding.key_bits(key, "tx.apply")  # before anything is done
         return self._step(grads, state, params, key, **extra_args)
 
     @property
@@ -300,12 +271,12 @@ def widening(
         return update
 
     def wide(g: Leaf, p: jax.Array) -> Any:
-        if g is None or not (is_narrow(jnp.result_type(p)) and is_narrow(g.dtype)):
+        if g is None or not rounding.is_narrow(jnp.result_type(p)):
             return g
-        return g.astype(jnp.float32)
+        return g.astype(jnp.float32) if rounding.is_narrow(g.dtype) else g
 
     def restored(old: Any, new: Any) -> Any:
-        narrow = is_narrow(jnp.result_type(old))
+        narrow = rounding.is_narrow(jnp.result_type(old))
         return new.astype(old.dtype) if narrow else new
 
     def widened(
@@ -374,32 +345,22 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     no None, and no key).
     """
     refuse_alone("apply_updates", updates, params)
-    # What no update moves stays out of the program, which would copy it.
-    moved = jax.tree.map(_if_updated, updates, params, is_leaf=is_leaf)
-    moved = _apply_updates(moved, updates, key)
-    return jax.tree.map(_moved, updates, params, moved, is_leaf=is_leaf)
+    return _apply_updates(params, updates, key)
 
 
-def _if_updated(update: Leaf, param: PyTree) -> PyTree:
-    return None if update is None or has_no_rows(update) else param
-
-
-def _moved(update: Leaf, param: PyTree, moved: PyTree) -> PyTree:
-    return param if moved is None else moved
-
-
-@one_program
-@on_any_mesh(like_first)
+@boundary.one_program
+@boundary.on_any_mesh(boundary.like_first)
 def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
-    bits = None if key is None else key_bits(key, "apply_updates")
+    bits = None if key is None else rounding.key_bits(key, "apply_updates")
     leaves, tree = flatten(updates, is_leaf=is_leaf)
 
     def added(path: str, update: Leaf, param: Leaf) -> Leaf:
-        if bits is None or param is None or not is_narrow(jnp.result_type(param)):
+        moved = update is not None and param is not None
+        if bits is None or not moved or not rounding.is_narrow(jnp.result_type(param)):
             return add_update(path, update, param)
         # By its name, as parts of the tree may be stepped apart (jslices.optim.partition).
         name = zlib.crc32(path.removeprefix(" at ").encode())
-        return add_update(path, update, param, fold_in(bits, name))
+        return add_update(path, update, param, rounding.fold_in(bits, name))
 
     return tree.unflatten(map(added, paths_of(tree), leaves, tree.flatten_up_to(params)))
 
@@ -424,18 +385,18 @@ def add_update(
     path: str,
     update: Leaf,
     param: jax.Array,
-    bits: KeyBits | None = None,
+    bits: rounding.KeyBits | None = None,
     number: Callable[[jax.Array], jax.Array] = lambda rows: rows,
 ) -> Any:
     """One array plus its update; ``number(rows)`` are the rows that random bits go by."""
-    if update is None or param is None or is_float0(update):
+    if update is None or has_no_rows(update) or param is None or is_float0(update):
         return param
     check_kinds(path, update, param)
     if not isinstance(update, IndexedSlices):
         if jnp.shape(update) not in ((), jnp.shape(param)):
             raise _misfit(path, f"an array of shape {jnp.shape(update)}", param)
         if bits is not None:
-            return add_rounding(jnp.asarray(param), jnp.asarray(update), bits)
+            return rounding.add_rounding(jnp.asarray(param), jnp.asarray(update), bits)
         return jnp.asarray(param + update).astype(jnp.asarray(param).dtype)
     param = jnp.asarray(param)
     check_slices(update)
@@ -452,8 +413,8 @@ def add_update(
         return each_shard(add, update, param, with_numbers=True)
     how = update.indices, update.values, update.facts.distinct
     if bits is None:
-        return row_major_array(add_rows(param, *how))
-    return row_major_array(add_rows_rounding(param, *how, bits, number))
+        return boundary.row_major_array(add_rows(param, *how))
+    return boundary.row_major_array(rounding.add_rows_rounding(param, *how, bits, number))
 
 
 def is_float0(x: Leaf) -> bool:
@@ -471,9 +432,8 @@ def refuse_slices(path: str, param: Leaf) -> None:
         )
 
 
-def check_width(name: str, x: Leaf) -> None:
+def check_width(name: str, dtype: np.dtype) -> None:
     """Refuse floats of 8 bits, which neither moments nor steps fit into."""
-    dtype = jnp.result_type(x)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2:
         raise TypeError(
             f"{name} is {dtype}, in which most steps are lost and moments overflow; keep "
@@ -484,11 +444,14 @@ def check_width(name: str, x: Leaf) -> None:
 
 def check_kinds(name: str, update: Leaf, param: jax.Array) -> None:
     """Reject non-arrays, and updates that the parameter's dtype would truncate."""
-    if not isinstance(update, IndexedSlices):
+    if isinstance(update, IndexedSlices):
+        new = update.dtype
+    else:
         check_array(f"apply_updates: an update{name}", update, "an array or IndexedSlices")
+        new = jnp.result_type(update)
     refuse_slices(name, param)
     check_array(f"apply_updates: a parameter{name}", param)
-    new, old = jnp.result_type(update), jnp.result_type(param)
+    old = jnp.result_type(param)
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
             raise TypeError(
@@ -502,11 +465,11 @@ def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any
     """How the results of ``update`` are split over devices, where types tell."""
     del rest
     updates = jax.tree.map(
-        lambda g: shardings_of(g.values if isinstance(g, IndexedSlices) else g),
+        lambda g: boundary.shardings_of(g.values if isinstance(g, IndexedSlices) else g),
         grads,
         is_leaf=is_leaf,
     )
-    return updates, shardings_of(state)
+    return updates, boundary.shardings_of(state)
 
 
 def left_to_xla(tree: PyTree, state: State) -> PyTree:
@@ -525,7 +488,7 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
 
     if not any(map(is_everywhere, flatten(tree, is_leaf)[0])):
         return tree
-    if not any(split_rows(x) for x in jax.tree.leaves(state)):
+    if not any(boundary.split_rows(x) for x in jax.tree.leaves(state)):
         return tree
     return jax.tree.map(changed, tree, is_leaf=is_leaf)
 

@@ -19,23 +19,9 @@ from jax.tree_util import Partial
 
 from jslices import _jax
 from jslices._place.boundary import platform_at_hand, row_major_array
-from jslices._rows.access import (
-    canonical_indices,
-    empty_index,
-    places,
-    room_for_distinct,
-    rows_numbered,
-    set_rows,
-    take_rows,
-    where_rows,
-)
+from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
-from jslices._slices import (
-    Facts,
-    IndexedSlices,
-    each_shard,
-    slices_of,
-)
+from jslices._slices import Facts, IndexedSlices, each_shard, slices_of
 from jslices._typing import Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
@@ -103,15 +89,13 @@ class Plan:
 
 
 def choose_plan(
-    gradient: jax.ShapeDtypeStruct | jax.Array,
+    grad: IndexedSlices,
     arrays: Sequence[jax.ShapeDtypeStruct | jax.Array],
-    num_rows: int | None,
     platform: str = "cpu",
     *,
     linear: bool = False,
     unique: bool = False,
     at_hand: str | None = None,
-    row_axes: int = 1,
 ) -> Plan:
     """Choose the way of a step, by the first line that holds:
 
@@ -129,29 +113,27 @@ def choose_plan(
     leaves open are stepped together.
 
     Args:
-      gradient: shape and dtype ``[K, *D]`` of the values.
+      grad: K entries, of which shapes, dtypes and facts count.
       arrays: shapes and dtypes ``[V, ...]`` of what a step reads and writes by rows.
-      num_rows: V; None where the gradient does not tell.
       platform: what the program is compiled for: ``"cpu"`` or another.
       linear: whether the rule is (:attr:`Rule.linear`).
-      unique: whether no row is named twice, so that there is nothing to sum.
+      unique: whether no row is named twice, and all rows are not to be stepped.
       at_hand: the platform of the process; None: ``platform``.
-      row_axes: how many axes of ``arrays`` number the V rows.
     """
-    entries, sums = gradient.shape[0], not unique
+    entries, axes, num_rows = grad.values.shape[0], grad.row_axes, grad.num_rows
+    sums = not (unique or grad.facts.distinct)
     if _jax.is_symbolic(entries) or _jax.is_symbolic(num_rows):
         why = "how many there are is not known yet"
         return Plan("together", entries, entries, sums, why=why)
-    enough = room_for_distinct(entries, num_rows)
-    capacity = entries if unique else enough
-    row_bytes = _row_bytes(gradient, 1)
-    row_bytes = max(row_bytes, *(_row_bytes(x, row_axes) for x in arrays), 0)
-    adds_up = linear and not arrays and gradient.dtype.itemsize >= 4
+    capacity = access.room_for_distinct(entries, num_rows) if sums else entries
+    row_bytes = _row_bytes(grad.values, 1)
+    row_bytes = max(row_bytes, *(_row_bytes(x, axes) for x in arrays), 0)
+    adds_up = linear and not arrays and grad.values.dtype.itemsize >= 4
     if num_rows is not None and not unique:
         limit = entries_of_a_pass(num_rows, row_bytes, adds_up, at_hand or platform)
         if entries >= limit:
             why = f"from {limit:,} entries on a pass over {num_rows:,} rows is faster"
-            return Plan("all rows", entries, num_rows, why=why)
+            return Plan("all rows", entries, num_rows, sums, why=why)
     if adds_up and entries >= FEW_ENTRIES:
         why = "the update of a sum is the sum of the updates, and there is no state"
         return Plan("together", entries, entries, sums=False, why=why)
@@ -229,36 +211,17 @@ def step_rows(
       zero. It is what would have been added.
     """
     if grad.facts.placement is not None:
-        arithmetic, shared = (
-            (kernel.func, kernel.args) if isinstance(kernel, Partial) else (kernel, ())
-        )
 
-        def step(grad: Leaf, read: Any, state: State, *shared: Any) -> tuple[Any, ...]:
-            kernel = functools.partial(arithmetic, *shared)
+        def step(grad: Leaf, read: Any, state: State, kernel: Kernel) -> tuple[Any, ...]:
             how = {"adds": adds, "linear": linear, "unique": unique}
             return step_rows(kernel, grad, read, state, **how)
 
-        stepped: tuple[Any, ...] = each_shard(
-            step, grad, tuple(read), tuple(state), shared=shared
+        shared = kernel if isinstance(kernel, Partial) else Partial(kernel)
+        return each_shard(  # type: ignore[no-any-return]
+            step, grad, tuple(read), tuple(state), shared=(shared,)
         )
-        return stepped
-    row_axes, every = grad.row_axes, (*read, *state)
-    shape = every[0].shape if every else grad.dense_shape
-    sizes = None if shape is None else shape[:row_axes]
-    num_rows = None if sizes is None else math.prod(sizes)
-
-    def plan_for(platform: str) -> Plan:
-        plan = choose_plan(
-            grad.values,
-            every if state or not linear else (),
-            num_rows,
-            platform,
-            linear=linear,
-            unique=unique,
-            at_hand=platform_at_hand(),
-            row_axes=row_axes,
-        )
-        return _sparing(plan, grad)
+    every, shape = (*read, *state), grad.dense_shape
+    sizes = None if shape is None else shape[: grad.row_axes]
 
     def run(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
         return lambda indices, values, *arrays: execute(
@@ -266,7 +229,11 @@ def step_rows(
         )
 
     distinct = unique or grad.facts.distinct
-    cpu, other = plan_for("cpu"), plan_for("gpu")
+    by_rows, at_hand = every if state or not linear else (), platform_at_hand()
+    cpu, other = (
+        choose_plan(grad, by_rows, x, linear=linear, unique=unique, at_hand=at_hand)
+        for x in ("cpu", "gpu")
+    )
     operands = grad.indices, grad.values, *every
     if cpu == other:
         result = run(cpu)(*operands)
@@ -279,13 +246,6 @@ def step_rows(
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     facts = Facts(distinct=distinct or cpu.sums or cpu.way == "all rows")
     return slices_of(first, indices, shape, facts), *new
-
-
-def _sparing(plan: Plan, grad: IndexedSlices) -> Plan:
-    """The plan without sums where no row is held twice."""
-    sums = plan.sums and not grad.facts.distinct
-    capacity = plan.capacity if sums or plan.way == "all rows" else plan.entries
-    return dataclasses.replace(plan, sums=sums, capacity=capacity)
 
 
 def execute(
@@ -303,15 +263,14 @@ def execute(
 
     Args:
       plan: any plan for these sizes; all give the same rows.
-      kernel: the arithmetic, elementwise or within a row:
-        ``kernel(gradient, *arrays) -> (update, *new)``, without those only read.
+      kernel: see :data:`Kernel`; ``kernel(values, *arrays) -> (update, *new)``.
       indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
       values: ``[K, *D]``, the gradient.
       sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
         are no arrays then.
       arrays: ``[V, ...]``, of which the first ``num_read`` are only read.
       num_read: see ``arrays``.
-      adds: whether the update is added to the first of the arrays, which is then read.
+      adds: as in :func:`step_rows`.
       distinct: whether no row is named twice.
 
     Returns:
@@ -331,11 +290,10 @@ def execute(
             values, indices, num_rows, plan.capacity, order=order
         )
     else:
-        indices = canonical_indices(indices, num_rows)
+        indices = access.canonical_indices(indices, num_rows)
         here = jnp.arange(1, indices.shape[0] + 1, dtype=jnp.int32)
-        present = jnp.max(
-            jnp.where(indices < empty_index(num_rows, indices.dtype), here, 0), initial=0
-        )
+        empty = access.empty_index(num_rows, indices.dtype)
+        present = jnp.max(jnp.where(indices < empty, here, 0), initial=0)
     if plan.way == "together":
         how = sizes, arrays, num_read, adds, plan.sums or distinct
         return indices, *_together(kernel, indices, values, *how)
@@ -357,11 +315,11 @@ def _together(
     """Gather, step, scatter."""
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
-    empty = empty_index(num_rows, indices.dtype)
+    empty = access.empty_index(num_rows, indices.dtype)
     read = read_rows(arrays, indices, row_axes)
     update, *new_rows = kernel(derivable(indices < empty, values), *read)
     new = (
-        set_rows(x, indices, rows.astype(x.dtype))
+        access.set_rows(x, indices, rows.astype(x.dtype))
         for x, rows in zip(arrays[num_read:], new_rows, strict=True)
     )
     if adds:
@@ -387,7 +345,7 @@ def _derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
 def _(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     (named, rows), (_, tangent) = primals, tangents
     zero, one = jnp.zeros((), tangent.dtype), jnp.ones((), rows.dtype)
-    return where_rows(named, rows, one), where_rows(named, tangent, zero)
+    return access.where_rows(named, rows, one), access.where_rows(named, tangent, zero)
 
 
 def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
@@ -417,9 +375,9 @@ def read_rows(
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _read_rows(x: jax.Array, indices: jax.Array, row_axes: int, platform: str) -> jax.Array:
     del platform
-    num_rows = rows_numbered(x.shape, row_axes)
+    num_rows = access.rows_numbered(x.shape, row_axes)
     near = jnp.minimum(indices, 0 if num_rows == 0 else num_rows - 1)
-    rows = take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
+    rows = access.take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
     return derivable(indices < num_rows, rows)
 
 
@@ -464,7 +422,7 @@ def _in_chunks(
             rows = (*([first] if adds else arrays[:num_read]), *state)
             new, *state = _together(kernel, ids, cut(values), sizes, rows, num_read, adds)
             if not adds:
-                new = where_rows(fresh, new, cut(first))
+                new = access.where_rows(fresh, new, cut(first))
                 new = lax.dynamic_update_slice_in_dim(first, new, start, 0)
             return [done + chunk, new, *state]
 
@@ -506,11 +464,11 @@ def _all_rows(
 ) -> tuple[jax.Array, ...]:
     """One pass over the table; what it did to rows not named is dropped."""
     num_rows = math.prod(sizes)
-    indices = canonical_indices(indices, num_rows)
+    indices = access.canonical_indices(indices, num_rows)
     wide = widened(values)
     sums = jnp.zeros((*sizes, *values.shape[1:]), wide.dtype)
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
-    at = jnp.zeros(sizes, bool).at[places(indices, sizes, len(sizes))]
+    at = jnp.zeros(sizes, bool).at[access.places(indices, sizes, len(sizes))]
     named = at.set(True, mode="drop", wrap_negative_indices=False)
     update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
     every = jnp.arange(num_rows, dtype=indices.dtype)
@@ -549,15 +507,15 @@ def _keeping_unnamed(
     def select(var: Any, x: jax.Array) -> jax.Array:
         if var not in old_of:
             return x
-        selected[var] = where_rows(named, x, old_of[var].astype(x.dtype))
+        selected[var] = access.where_rows(named, x, old_of[var].astype(x.dtype))
         return derivable(named, selected[var])
 
     changed, *outputs = _jax.evaluate(program, operands, select)
     results = [
-        selected[var] if is_early else where_rows(named, x, old.astype(x.dtype))
+        selected[var] if is_early else access.where_rows(named, x, old.astype(x.dtype))
         for is_early, var, x, old in zip(early, new, outputs, olds, strict=True)
     ]
     return [
-        where_rows(named, changed, jnp.zeros((), changed.dtype)),
+        access.where_rows(named, changed, jnp.zeros((), changed.dtype)),
         *(x.astype(old.dtype) for x, old in zip(results, olds, strict=True)),
     ]

@@ -1,8 +1,7 @@
 """Optimizers of trees of arrays, made from a rule."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,32 +13,14 @@ from jslices._arguments import check_array, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
-from jslices._rows.access import is_below, room_for_distinct, rows_numbered
+from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
-from jslices.optim.engine.protocol import (
-    GradientTransformation,
-    add_update,
-    check_kinds,
-    check_width,
-    has_no_rows,
-    in_two,
-    is_float0,
-    is_leaf,
-    left_to_xla,
-    paths_of,
-    refuse_alone,
-    refuse_nothing,
-    refuse_slices,
-    shardings_of_update,
-)
+from jslices.optim.engine import protocol
+from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
-from jslices.optim.engine.step import (
-    Plan,
-    choose_plan,
-    step_rows,
-)
+from jslices.optim.engine.step import Plan, choose_plan, step_rows
 
 #: The names of state arrays, and their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -74,6 +55,15 @@ def transformation(
     )
 
 
+def _shardings_of_step(
+    run: Any, grads: Gradients, state: State, params: Params, peeked: PyTree, adds: bool
+) -> tuple[PyTree, PyTree]:
+    """How the results of a step are split over devices, where types tell."""
+    del run, peeked
+    new = protocol.shardings_of_update(grads, state)
+    return (shardings_of(params), new[1]) if adds else new
+
+
 class _RuleOnTrees:
     """A rule, run on trees of arrays and IndexedSlices."""
 
@@ -90,12 +80,14 @@ class _RuleOnTrees:
     @usual_promotion
     def init(self, params: Params) -> State:
         leaves, tree = flatten(params, is_leaf=is_slices)
-        for path, p in zip(paths_of(tree), leaves, strict=True):
-            refuse_slices(path, p)
+        paths = protocol.paths_of(tree)
+        for path, p in zip(paths, leaves, strict=True):
+            protocol.refuse_slices(path, p)
         rules = self._rules(params, tree)
-        for path, p in zip(paths_of(tree), leaves, strict=True):
-            check_array(f"tx.init(params): the parameter{path}", p)
-            check_width(f"tx.init(params): the parameter{path}", p)
+        for path, p in zip(paths, leaves, strict=True):
+            name = f"tx.init(params): the parameter{path}"
+            check_array(name, p)
+            protocol.check_width(name, jnp.result_type(p))
             warn_of_columns(path, p)
         state = {
             name: tree.unflatten(
@@ -120,8 +112,7 @@ class _RuleOnTrees:
         peeked: PyTree = None,
     ) -> tuple[Gradients, State]:
         """What :meth:`apply` adds, and the new state."""
-        run = on_any_mesh(shardings_of_update)(self._step)
-        return run(left_to_xla(grads, state), state, params, peeked, adds=False)
+        return self._step(protocol.left_to_xla(grads, state), state, params, peeked, False)
 
     def apply(
         self,
@@ -132,24 +123,18 @@ class _RuleOnTrees:
         peeked: PyTree = None,
     ) -> tuple[Params, State]:
         if key is not None:  # each row is rounded once, when all is added
-            return in_two(self.update)(grads, state, params, key, peeked=peeked)
-        run = on_any_mesh(_shardings_of_step)(self._step)
-        return run(left_to_xla(grads, state), state, params, peeked, adds=True)
+            return protocol.in_two(self.update)(grads, state, params, key, peeked=peeked)
+        return self._step(protocol.left_to_xla(grads, state), state, params, peeked, True)
 
+    @on_any_mesh(_shardings_of_step)
     @usual_promotion
     def _step(
-        self,
-        grads: Gradients,
-        state: State,
-        params: Params,
-        peeked: PyTree,
-        *,
-        adds: bool,
+        self, grads: Gradients, state: State, params: Params, peeked: PyTree, adds: bool
     ) -> tuple[PyTree, State]:
         """``(params, state)`` after a step, or the updates where it ``adds`` nothing."""
         check_state(state, self.state_type, self.fields)
-        refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
-        refuse_alone("tx.update", grads, params)
+        protocol.refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
+        protocol.refuse_alone("tx.update", grads, params)
         is_peeked = self._peeked(peeked, grads)
         reads_params = self.rule.reads_params or any(is_peeked)
         reads_params |= adds and grads is not None
@@ -158,11 +143,14 @@ class _RuleOnTrees:
                 "this optimizer needs the parameters as well, for its weight decay or its "
                 "norms: tx.update(grads, state, params)"
             )
-        leaves, tree = flatten(grads, is_leaf=is_leaf)
-        new, results = self._with_next_clock(state), []
+        leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
+        new, results = state, []
+        if self.rule.missed is not None:
+            clock = exact.next_clock(state.clock, state.count, self.rule)
+            new = state._replace(clock=clock)
         kernel_of = self._kernels(state, new)
         for path, rule, grad, arrays, param, *kind in zip(
-            paths_of(tree),
+            protocol.paths_of(tree),
             self._rules(params, tree),
             leaves,
             self._arrays(state, tree),
@@ -179,33 +167,26 @@ class _RuleOnTrees:
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
 
-    def _with_next_clock(self, state: State) -> State:
-        """The state, whose clock has done a step more if it has one."""
-        if self.rule.missed is None:
-            return state
-        return state._replace(clock=exact.next_clock(state.clock, state.count, self.rule))
-
     def _kernels(self, state: State, new: State) -> Callable[[Rule, bool, bool], Kernel]:
         """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
         ``new`` is the state with the clock of this step.
         """
-        step = Step(state.count)
+        step, missed_by = Step(state.count), self._missed(state)
 
         @functools.cache
         def kernel_of(rule: Rule, by_row: bool, is_peeked: bool) -> Kernel:
-            kernel, missed = _kernel(step, rule, by_row), None
+            kernel = _kernel(step, rule, by_row)
             if rule.missed is None:
                 return kernel
-            if is_peeked:
-                missed = exact.missed_steps(rule, state.count, state.clock.run)
+            missed = missed_by(rule) if is_peeked else None
             return exact.with_clock(kernel, rule, state.count, new.clock.run, missed)
 
         return kernel_of
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
-        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         rules, shapes = self._rules(params, tree), tree.flatten_up_to(params)
         return tree.unflatten(
             [
@@ -217,15 +198,13 @@ class _RuleOnTrees:
     # --- rows that catch up ---------------------------------------------------------------
 
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        behind = self._behind(params, state, ids)
-        return on_any_mesh(shardings_of_params)(self._advance)(params, state, behind)
+        return self._advance(params, state, self._behind(params, state, ids))
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
 
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
-        behind = self._behind(params, state, rows)
-        return on_any_mesh(lambda *args: None)(self._peek)(params, state, behind)
+        return self._peek(params, state, self._behind(params, state, rows))
 
     def _behind(self, params: Params, state: State, ids: PyTree) -> list[exact.Behind]:
         """The rows that ``ids`` name, once it is clear that they can catch up."""
@@ -233,19 +212,18 @@ class _RuleOnTrees:
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(params)
         columns = [arrays_of(state, name, tree) for name in self.names]
-        for path, p, rule, *old in zip(
-            paths_of(tree), leaves, self._rules(params, tree), *columns, strict=True
-        ):
+        paths, rules = protocol.paths_of(tree), self._rules(params, tree)
+        for path, p, rule, *old in zip(paths, leaves, rules, *columns, strict=True):
             check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
-        return left_to_xla(exact.rows_behind(params, ids), state)  # type: ignore[no-any-return]
+        return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
-    def _missed(self, rules: Iterable[Rule], state: State) -> dict[Rule, Partial]:
-        """What rows of each rule do that are behind."""
-        return {
-            rule: exact.missed_steps(rule, state.count, state.clock.run)
-            for rule in dict.fromkeys(rules)
-        }
+    def _missed(self, state: State) -> Callable[[Rule], Partial]:
+        """From a rule to what its rows do that are behind."""
+        return functools.cache(
+            lambda rule: exact.missed_steps(rule, state.count, state.clock.run)
+        )
 
+    @on_any_mesh(lambda self, params, state, _: (shardings_of(params), shardings_of(state)))
     @usual_promotion
     def _advance(
         self, params: Params, state: State, behind: Sequence[exact.Behind]
@@ -257,15 +235,14 @@ class _RuleOnTrees:
         rows at a time.
         """
         leaves, tree = flatten(params)
-        rules, lasts = self._rules(params, tree), tree.flatten_up_to(state.clock.last)
-        is_behind = [rows is not False for rows in behind]
-        kernels = self._missed(itertools.compress(rules, is_behind), state)
+        missed_by, rules = self._missed(state), self._rules(params, tree)
+        last, count = len(self.names), state.count
         new = [
             None
             if rows is False
-            else exact.caught_up(kernels[rule], rows, [p, *arrays], last < state.count)
-            for rule, rows, p, arrays, last in zip(
-                rules, behind, leaves, self._arrays(state, tree), lasts, strict=True
+            else exact.caught_up(missed_by(rule), rows, [p, *arrays], arrays[last] < count)
+            for rule, rows, p, arrays in zip(
+                rules, behind, leaves, self._arrays(state, tree), strict=True
             )
         ]
         pairs = zip(leaves, new, strict=True)
@@ -273,39 +250,46 @@ class _RuleOnTrees:
         arrays = [None if mine is None else mine[1:] for mine in new]
         return params, self._with_arrays(state, tree, arrays)
 
+    @on_any_mesh(lambda *args: None)
     @usual_promotion
     def _peek(self, params: Params, state: State, rows: Sequence[exact.Behind]) -> PyTree:
         leaves, tree = flatten(params)
-        rules = self._rules(params, tree)
-        kernels = self._missed(rules, state)
-        return tree.unflatten(
-            [
-                exact.peeked(kernels[rule], behind, [p, *arrays])
-                for rule, behind, p, arrays in zip(
-                    rules, rows, leaves, self._arrays(state, tree), strict=True
-                )
-            ]
-        )
+        missed_by, rules = self._missed(state), self._rules(params, tree)
+        peeked = [
+            exact.peeked(missed_by(rule), behind, [p, *arrays])
+            for rule, behind, p, arrays in zip(
+                rules, rows, leaves, self._arrays(state, tree), strict=True
+            )
+        ]
+        return tree.unflatten(peeked)
 
     def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
         check_state(state, self.state_type, self.fields)
-        leaves, tree = flatten(grads, is_leaf=is_leaf)
+        arrays = jax.tree.leaves((grads, state))
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        if is_traced and self.has_caught_up:
+            return
+        leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         last = arrays_of(state.clock, "last", tree)
         leaves = [
             None if is_peeked else x
             for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
         ]
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state))):
+        if not is_traced:
             exact.refuse_stale(leaves, last, state.count)
-        elif not self.has_caught_up and any(map(is_slices, leaves)):
+        elif any(map(is_slices, leaves)):
             self.has_caught_up = True
             exact.stale_warning()
 
     def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
+        if peeked is None:
+            return [False] * len(flatten(grads, is_leaf=protocol.is_leaf)[0])
         text = "peeked must be bools in the structure of params"
-        bits = broadcast_prefix(peeked, grads, f"{text}, or a prefix of it", is_leaf)
+        bits = broadcast_prefix(
+            peeked, grads, f"{text}, or a prefix of it", protocol.is_leaf
+        )
         if not all(bit is None or isinstance(bit, bool | np.bool_) for bit in bits):
             raise TypeError(f"{text}, got {', '.join(map(shown, bits))}")
         return [bool(bit) and self.rule.missed is not None for bit in bits]
@@ -336,7 +320,7 @@ class _RuleOnTrees:
         arrays = [[column[i] for column in columns] for i in range(tree.num_leaves)]
         if self.rule.missed is None:
             return arrays
-        last = tree.flatten_up_to(state.clock.last)
+        last = arrays_of(state.clock, "last", tree)
         snapshots = tree.flatten_up_to(state.clock.snapshot)
         return [
             [*mine, x, *(snapshot if isinstance(snapshot, tuple) else ())]
@@ -360,18 +344,6 @@ class _RuleOnTrees:
                 snapshot=changed(clock.snapshot, slice(n + 1, None)),
             )
         return state._replace(**new)
-
-
-def _shardings_of_step(
-    grads: Gradients, state: State, params: Params, *rest: Any
-) -> tuple[PyTree, PyTree]:
-    return shardings_of_params(params, state, grads, rest)
-
-
-def shardings_of_params(params: Params, state: State, *rest: Any) -> tuple[PyTree, PyTree]:
-    """How ``(params, state)`` are split over devices, where types tell."""
-    del rest
-    return shardings_of(params), shardings_of(state)
 
 
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
@@ -421,12 +393,12 @@ def _step_leaf(
     None for these where they stay as they are. ``param`` may be None where neither the rule
     reads it nor anything is added.
     """
-    if grad is None or has_no_rows(grad):
+    if grad is None or protocol.has_no_rows(grad):
         return (param if adds else grad), None
     if adds and param is None:  # whose state moves all the same, as by `update`
         return None, _step_leaf(False, path, rule, kernel, grad, param, arrays)[1]
     if adds:
-        check_kinds(path, grad, param)
+        protocol.check_kinds(path, grad, param)
     if (
         isinstance(grad, IndexedSlices)
         and rule.sums_first is not None
@@ -435,39 +407,29 @@ def _step_leaf(
         grad = grad.coalesce()
     if not isinstance(grad, IndexedSlices) or rule.update_slices is not None:
         update, *new = kernel(grad, param, *arrays)
-        return add_update(path, update, param) if adds else update, tuple(new)
-    if param is None:
-        without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
-        stepped, *new = step_rows(without, grad, [], arrays, linear=rule.linear)
-    else:
-        how = {"adds": adds, "linear": rule.linear}
+        return protocol.add_update(path, update, param) if adds else update, tuple(new)
+    how = {"adds": adds, "linear": rule.linear}
+    if param is not None:
         stepped, *new = step_rows(kernel, grad, [param], arrays, **how)
+    else:
+        without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
+        stepped, *new = step_rows(without, grad, [], arrays, **how)
     return stepped, tuple(new)
 
 
 def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
     """How the rows of one gradient are stepped; None if it is an array, or has none."""
-    if not isinstance(grad, IndexedSlices) or has_no_rows(grad):
+    if not isinstance(grad, IndexedSlices) or protocol.has_no_rows(grad):
         return None
     state = jax.eval_shape(lambda p: [start(p) for start in rule.state.values()], param)
+    grad = grad.numbered_as(param.shape)
     axes = grad.row_axes
     by_row = [x for x in state if x.shape[:axes] == param.shape[:axes]]
-    arrays = [param, *by_row] if by_row or not rule.linear else []
-    values: jax.Array | jax.ShapeDtypeStruct = grad.values
-    num_rows = rows_numbered(param.shape, axes)
     unique = rule.sums_first is not None and rule.sums_first(param)
     if unique:
-        distinct = (room_for_distinct(values.shape[0], num_rows), *values.shape[1:])
-        values = jax.ShapeDtypeStruct(distinct, values.dtype)
-    return choose_plan(
-        values,
-        arrays,
-        num_rows,
-        platform,
-        linear=rule.linear,
-        unique=unique,
-        row_axes=axes,
-    )
+        grad = jax.eval_shape(lambda g: g.coalesce(), grad)
+    arrays = [param, *by_row] if by_row or not rule.linear else []
+    return choose_plan(grad, arrays, platform, linear=rule.linear, unique=unique)
 
 
 # --- Gradients, parameters and state belong together --------------------------------------
@@ -525,12 +487,12 @@ def checked_gradient(
       TypeError: for slices whose indices a foreign ``tree.map`` has changed.
       ValueError: for slices with a batch axis, and where the shapes do not belong together.
     """
-    if grad is None or is_float0(grad):
+    if grad is None or protocol.is_float0(grad):
         return None
-    refuse_slices(path, param)
+    protocol.refuse_slices(path, param)
     if not isinstance(grad, IndexedSlices):
         check_array(f"the gradient{path}", grad, "an array, IndexedSlices or None")
-        shape = jnp.shape(grad)
+        shape, dtype = jnp.shape(grad), jnp.result_type(grad)
     else:
         check_slices(grad)
         if grad.indices.ndim != 1:
@@ -542,34 +504,33 @@ def checked_gradient(
         num_bytes = grad.values.nbytes
         if is_below(HINT_BYTES - 1, num_bytes):
             hint_large_step(num_bytes)
-        heights = [
-            x.shape[: grad.row_axes] for x in (*[param] * (param is not None), *state)
-        ]
-        if grad.dense_shape is None and not heights:
-            return grad
-        shape = grad.dense_shape or (*heights[0], *grad.values.shape[1:])
-        hint_tiles(path, shape, grad.row_axes, grad.dtype)
+        if grad.dense_shape is None:
+            tall = [x for x in (param, *state) if x is not None]
+            if not tall:
+                return grad
+            shape = (*tall[0].shape[:1], *grad.values.shape[1:])
+            grad = IndexedSlices(grad.values, grad.indices, shape)
+        shape, dtype = grad.dense_shape, grad.dtype
     if param is not None and shape != jnp.shape(param):
         raise ValueError(
             f"the gradient{path} belongs to an array of shape {shape}, and the parameter "
             f"has shape {jnp.shape(param)}; pass tx.update(grads, state, params) the "
             "gradients of these params"
         )
-    check_width(f"the gradient{path}", grad)
+    protocol.check_width(f"the gradient{path}", dtype)
     check_shapes(path, shape, state, state_shapes(shape))
-    if isinstance(grad, IndexedSlices):
-        _check_row_axes(path, grad.row_axes, shape, state)
-        if grad.dense_shape is None:
-            return IndexedSlices(grad.values, grad.indices, shape)
+    axes = grad.row_axes if isinstance(grad, IndexedSlices) else 1
+    if axes > 1:
+        _check_row_axes(path, axes, shape, state)
+        hint_tiles(path, shape, axes, dtype)
     return grad
 
 
 def _check_row_axes(
     path: str, row_axes: int, shape: tuple[int, ...], state: Sequence[jax.Array]
 ) -> None:
-    """Refuses rows that are finer than those for which the state has a number each."""
-    of_rows = any(x.shape == shape[:-1] for x in state)
-    if row_axes > 1 and row_axes == len(shape) and of_rows:
+    """Refuses rows of several axes, finer than those that the state has a number for."""
+    if row_axes == len(shape) and any(x.shape == shape[:-1] for x in state):
         raise ValueError(
             f"the gradient{path} has rows numbered by {row_axes} axes of {shape}, and this "
             f"optimizer keeps a number for each vector along the last axis; give it rows "

@@ -22,8 +22,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._arguments import Number, check_array, is_real, refused
 from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten
+from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
-from jslices._slices import IndexedSlices, deduplicated, is_slices, one_program
+from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf

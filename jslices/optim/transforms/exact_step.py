@@ -97,7 +97,8 @@ def exact_step(
             "jslices.optim.chain for optax.chain, jslices.from_optax(tx) for others"
         )
 
-    if tx.catches_up and not tx.peeks:
+    catches_up, peeks = tx.catches_up, tx.peeks
+    if catches_up and not peeks:
         hint_once(
             "peek",
             "exact_step got an optimizer without peek: its rows are written when they "
@@ -118,7 +119,7 @@ def exact_step(
         planned = plan_call(call, sparse, exchange)
         taken: dict[int, jax.Array] = {}
         peeked: dict[str, PyTree] = {}
-        if tx.catches_up:
+        if catches_up:
             rows, sources = rows_read(call, planned)
             if any(sources):  # row numbers follow from these, which catch up before
                 whole = call.tree.unflatten(each or None for each in sources)
@@ -126,10 +127,11 @@ def exact_step(
                 call = call.at(params)
                 rows, _ = rows_read(call, planned)
                 rows = [None if each else x for each, x in zip(sources, rows, strict=True)]
-            aside = [
-                tx.peeks and _is_one_program(planned, i, x) for i, x in enumerate(rows)
+            aside = [peeks and _is_one_program(planned, i, x) for i, x in enumerate(rows)]
+            behind = [
+                None if y else x if peeks else _ids(x)
+                for x, y in zip(rows, aside, strict=True)
             ]
-            behind = [None if y else _ids(tx, x) for x, y in zip(rows, aside, strict=True)]
             params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
             call = call.at(params)
             if any(aside):
@@ -145,9 +147,9 @@ def exact_step(
     return step
 
 
-def _ids(tx: GradientTransformation, rows: IndexedSlices | bool | None) -> PyTree:
-    """What catches up of a leaf; one that cannot peek takes what lookup_ids gives."""
-    return rows if tx.peeks or not isinstance(rows, IndexedSlices) else leaf_ids(rows)
+def _ids(rows: IndexedSlices | bool | None) -> PyTree:
+    """What catches up of a leaf, as lookup_ids gives it."""
+    return leaf_ids(rows) if isinstance(rows, IndexedSlices) else rows
 
 
 def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
