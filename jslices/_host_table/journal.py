@@ -208,10 +208,11 @@ class Journal:
                 member.flush()
             if self._unflushed:
                 self._write_head(Head(False, False, len(self._files)))
-                os.fsync(self._opened().fileno())
+                self._opened().sync()
                 self._unflushed = False
         except OSError as error:
-            self._flush_error = error
+            if error.errno is not None:  # not what a signal handler raises
+                self._flush_error = error
             raise
 
     # --- the file ---------------------------------------------------------------------
@@ -236,7 +237,7 @@ class Journal:
         file = self._opened()
         if not self._unflushed:
             self._write_head(Head(False, True, len(self._files)))
-            os.fsync(file.fileno())
+            file.sync()
             self._unflushed = True
         folder = os.path.dirname(file.path)
         index = json.dumps([_described(part, folder) for part in parts]).encode()

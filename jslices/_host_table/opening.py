@@ -27,10 +27,11 @@ def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
         _refuse_orphan(path)
         new = storage.make(path, form)
         try:
+            new.flush()  # a power failure leaves all of it, or no file of this name
             with files.directory_lock(os.path.dirname(path), exclusive=True):
                 if not os.path.lexists(path):
-                    new.publish(path)
                     files.remove(storage.journal_of(path))
+                    new.publish(path)
                     return new
         except BaseException:
             new.close()
@@ -81,10 +82,10 @@ def settle(file: File, form: FileForm) -> None:
     if head is not None and head.tables > 1:
         os.sync()  # the files of the other tables of this journal, too
     elif head is not None:
-        os.fsync(file.fileno())
+        file.sync()
     if replayed:
-        files.remove(os.path.realpath(journal))
-    files.remove(journal)
+        storage.remove_journal(os.path.realpath(journal))
+    storage.remove_journal(journal)
 
 
 def _replay(file: File, form: FileForm, head: Head) -> bool:

@@ -65,26 +65,29 @@ class File(io.FileIO):
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Read bytes, fewer at the end of the file."""
-        self.seek(offset)
         parts = []
-        while size and (part := self.read(size)):
-            parts.append(part)
-            size -= len(part)
+        with files.naming(self.path):
+            os.lseek(self.fileno(), offset, os.SEEK_SET)
+            while size and (part := os.read(self.fileno(), size)):
+                parts.append(part)
+                size -= len(part)
         return b"".join(parts)
 
     def write_at(self, offset: int, data: bytes | np.ndarray) -> None:
-        """Write bytes, or the bytes of an array; an error names the path."""
+        """Write bytes, or the bytes of an array."""
         if isinstance(data, bytes):
             view = memoryview(data)
         else:
             view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-        descriptor = self.fileno()
-        try:
-            os.lseek(descriptor, offset, os.SEEK_SET)
+        with files.naming(self.path):
+            os.lseek(self.fileno(), offset, os.SEEK_SET)
             while len(view):
-                view = view[os.write(descriptor, view) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
+                view = view[os.write(self.fileno(), view) :]
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        with files.naming(self.path):
+            os.fsync(self.fileno())
 
 
 class Part(NamedTuple):
@@ -243,9 +246,10 @@ class FileRecords(Records):
         self._lock = lock
         self._file = File(path, "r+")
         try:
-            if _is_in_memory(self._file):  # where reading a hole takes room as well
-                _allocate(self._file, form.at.size)
-            self._map = mmap.mmap(self._file.fileno(), form.at.size)
+            with files.naming(path):
+                if _is_in_memory(self._file):  # where reading a hole takes room as well
+                    os.posix_fallocate(self._file.fileno(), 0, form.at.size)
+                self._map = mmap.mmap(self._file.fileno(), form.at.size)
         except BaseException:
             self._file.close()
             raise
@@ -284,8 +288,9 @@ class FileRecords(Records):
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
-        self._map.flush()
-        os.fsync(self._file.fileno())
+        with files.naming(self.path):
+            self._map.flush()
+        self._file.sync()
 
     def check_path(self) -> None:
         """Refuse to go on where another file, or none, has taken the place of this one."""
@@ -325,7 +330,8 @@ def make(path: str, form: FileForm) -> FileRecords:
     lock = File(files.open_new(temporary), "r+")
     try:
         lock.renamed = temporary
-        os.ftruncate(lock.fileno(), form.at.size)
+        with files.naming(path):
+            os.ftruncate(lock.fileno(), form.at.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
         lock.write_at(form.at.state, state)
         lock.write_at(form.at.mark, _MARK.pack(os.urandom(16), 0))
@@ -397,6 +403,13 @@ def journal_of(path: str) -> str:
     return f"{path}-journal"
 
 
+def remove_journal(journal: str) -> None:
+    """Delete a journal; a power failure would find the table flushed, and it unflushed."""
+    if os.path.lexists(journal):
+        files.remove(journal)
+        files.sync_directory(os.path.dirname(journal))
+
+
 def _is_in_memory(file: File) -> bool:
     """True on Linux's tmpfs."""
     device = os.fstat(file.fileno()).st_dev
@@ -406,14 +419,6 @@ def _is_in_memory(file: File) -> bool:
             if fields[2] == f"{os.major(device)}:{os.minor(device)}":
                 return fields[fields.index("-") + 1] == "tmpfs"
     return False
-
-
-def _allocate(file: File, size: int) -> None:
-    """Reserve the room for a whole file; its contents stay."""
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, file.path) from error
 
 
 def _check_room(path: str, size: int) -> None:

@@ -23,7 +23,6 @@ from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
 from jslices._host_table.rows import Fetched, HostRows, Stored
-from jslices.checkpoint import files
 from jslices.extend import PyTree, as_transformation
 
 #: Bytes of records that are copied, or caught up, at a time.
@@ -365,7 +364,8 @@ class HostTable(Journaled):
             copy = self._copied_to(path, self._records)
             with contextlib.closing(copy):
                 copy.publish(path)
-        files.remove(storage.journal_of(path))  # left by an earlier table of this path
+        # Left by an earlier table of this path.
+        storage.remove_journal(storage.journal_of(path))
 
     @one_at_a_time
     def restore(self, path: str | os.PathLike[str]) -> None:

@@ -64,13 +64,25 @@ def replacing(path: str) -> Iterator[int]:
     temporary = temporary_path(path, new_id())
     descriptor = open_new(temporary)
     try:
-        yield descriptor
+        with naming(path):
+            yield descriptor
         os.replace(temporary, path)  # while it is open, and so locked
     except BaseException:
         remove(temporary)
         raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let an error of the system name a file; not what a signal handler raises."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = path
+        raise
 
 
 def write_and_flush(descriptor: int, text: str) -> None:
@@ -99,7 +111,8 @@ def sync_directory(directory: str) -> None:
     if os.name == "posix":
         descriptor = os.open(directory or ".", os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            with naming(directory):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -158,6 +171,7 @@ def clean(directory: str, is_published: Callable[[str, str, str], bool]) -> None
         if temporary and _is_abandoned(path):
             final = os.path.join(directory, temporary["name"])
             if is_published(path, final, temporary["id"]):
+                sync_directory(directory)  # what it belongs to keeps its name
                 os.replace(path, final)
             else:
                 remove(path)

@@ -139,6 +139,8 @@ class Save:
             try:
                 yield
             except OSError as error:
+                if error.errno is None:  # what a signal handler raises
+                    raise
                 raise OSError(
                     error.errno,
                     f"{error.strerror or error}; {self.prefix} {self._outcome()}",
@@ -178,15 +180,19 @@ class Save:
         with files.directory_lock(self.directory, exclusive=True):
             for path in self.paths:
                 os.stat(self.temporaries[path])  # files of other processes may be gone
-            for path in self.paths:
+            first, *others = self.paths
+            if others:  # they count under any name once the first one has its own
+                files.sync_directory(self.directory)
+            os.replace(self.temporaries[first], first)
+            files.sync_directory(self.directory)  # before older files may go
+            for path in others:
                 os.replace(self.temporaries[path], path)
             for family in files.families(self.prefix):
                 if family != self.paths:
                     files.remove_family(family)
-            files.sync_directory(self.directory)
-            if self.state is not None:  # the state file names a checkpoint that stays
+            if self.state is not None:
                 os.replace(self.temporaries[self.state[0]], self.state[0])
-                files.sync_directory(self.directory)
+            files.sync_directory(self.directory)
 
     def tidy(self) -> None:
         """Delete the files that are still temporary."""
