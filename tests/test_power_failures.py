@@ -121,23 +121,26 @@ def check_table(folder, promise):
         assert {*os.listdir(folder)} == {"table", "copy", "other"}
 
 
-def two_tables(disk, folder, overlap=False):
+def both(folder, overlap=False):
     paths = {"user": folder / "table", "item": folder / "other" / "table"}
-    ids = dict.fromkeys(paths, np.array(IDS))
+    made = {name: opened(path, overlap=overlap) for name, path in paths.items()}
+    return js.HostTable.together(made)
 
-    def act(tables, _):
-        rows, _ = tables.fetch(ids)
-        tables.store({name: add(x) for name, x in rows.items()})
 
+def step_both(tables, ids):
+    rows, _ = tables.fetch(dict.fromkeys(("user", "item"), np.array(ids)))
+    tables.store({name: add(x) for name, x in rows.items()})
+
+
+def two_tables(disk, folder, overlap=False):
     disk.promise(None, 0)
     steps = 0
     for _ in range(2):
-        made = {name: opened(path, overlap=overlap) for name, path in paths.items()}
-        tables = js.HostTable.together(made)
+        tables = both(folder, overlap)
         disk.promise(steps)
         for count in (1, 2):
-            steps = flushed(disk, tables, train(disk, tables, steps, count, act))
-        steps = train(disk, tables, steps, 1, act)
+            steps = flushed(disk, tables, train(disk, tables, steps, count, step_both))
+        steps = train(disk, tables, steps, 1, step_both)
         tables.close()
         disk.promise(steps)
 
@@ -163,14 +166,17 @@ def check_two(folder, promise):
     assert len(steps) < 2 and steps <= {*promise.values}
 
 
-def reopen(disk, folder, promise):
+def reopen(disk, folder, promise, make=lambda x: opened(x / "table"), act=step):
     """After a kill."""
-    with opened(folder / "table") as table:
+    with make(folder) as table:
         steps = table.steps
         assert steps in promise.values
         flushed(disk, table, steps)
-        steps = train(disk, table, steps, 2)
+        steps = train(disk, table, steps, 2, act)
     disk.promise(steps)
+
+
+reopen_both = functools.partial(reopen, make=both, act=step_both)
 
 
 # --- savers ---------------------------------------------------------------------------
@@ -246,8 +252,8 @@ SCENARIOS = {
     "steps": (steps_of_a_table, check_table, reopen),
     "overlap": (functools.partial(steps_of_a_table, overlap=True), check_table, reopen),
     "copies": (copies_of_a_table, check_table, None),
-    "two": (two_tables, check_two, None),
-    "two, overlap": (functools.partial(two_tables, overlap=True), check_two, None),
+    "two": (two_tables, check_two, reopen_both),
+    "two, overlap": (functools.partial(two_tables, overlap=True), check_two, reopen_both),
 }
 for kind in ("full", "deltas", "shards", "at one path", "state files"):
     SCENARIOS[kind] = functools.partial(saves, kind=kind), check_saved, save_on

@@ -123,6 +123,16 @@ def test_pages_and_navigation_agree():
     assert sorted(linked) == sorted(pages)
 
 
+def test_guarantees_name_tests():
+    sources = (path.read_text() for path in pathlib.Path(__file__).parent.glob("*.py"))
+    tests = {
+        name for text in sources for name in re.findall(r"^def (test_\w+)", text, re.M)
+    }
+    lines = re.findall(r"^\|.*\| (.+) \|$", (DOCS / "guarantees.md").read_text(), re.M)
+    proofs = [re.findall(r"`(\w+)`", line) for line in lines if line != "test"]
+    assert len(proofs) > 20 and all(names and {*names} <= tests for names in proofs)
+
+
 def test_the_address_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = project["urls"]["Repository"]
