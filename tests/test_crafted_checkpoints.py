@@ -476,7 +476,7 @@ def test_crafted_state_files(tmp_path):
         try:
             path = js.checkpoint.latest_checkpoint(tmp_path)
         except ValueError as error:
-            assert f"Invalid checkpoint state loaded from {tmp_path}" in str(error)
+            assert str(tmp_path) in str(error)
         else:
             assert path is None or js.Saver().restore(path)["t"].shape == (4, 2)
             found += path is not None

@@ -25,6 +25,7 @@ import numpy as np
 from safetensors import safe_open
 
 from jslices import DataLossError
+from jslices.checkpoint import files
 
 #: The dtypes for which safetensors has a name; all others are stored as bytes.
 CODES = {
@@ -255,7 +256,7 @@ class TensorFile:
             self.shapes = {n: tuple(t["shape"]) for n, t in header.items()}
             codes = {n: t["dtype"] for n, t in header.items()}
             self.dtypes = {n: _DTYPES.get(code, code) for n, code in codes.items()}
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception as error:
             raise DataLossError(
@@ -301,7 +302,7 @@ def _open(path: str) -> tuple[dict[str, Any], int, mmap.mmap]:
     Any program may have written it: safetensors checks that the header is sound and fits
     the length of the file.
     """
-    with open(path, "rb") as file:
+    with files.naming(path), open(path, "rb") as file:
         contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with safe_open(path, framework="numpy"):
         pass
