@@ -43,7 +43,7 @@ from jslices._slices import (
     slices_of,
 )
 from jslices._typing import Leaf, Params, PyTree
-from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
 from jslices.optim.engine.step import (
     Plan,
@@ -63,20 +63,26 @@ class Clock(NamedTuple):
     """The last step of each row, and what it has to remember of it."""
 
     last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
-    snapshot: Any  #: like params, some of float32 ``[V]``: see :class:`MissedSteps`.
-    run: jax.Array  #: float32 ``[2]``: how far a schedule has run.
+    snapshot: Any  #: like params, some of floats ``[V]``: see :class:`MissedSteps`.
+    run: jax.Array  #: ``[2]``: how far a schedule has run.
 
 
 def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
     """The clock before the first step of optimizers whose rows catch up."""
     leaves, tree = flatten(params)
-    start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
+    widest = jnp.result_type(np.float32, *map(_float_like, leaves))
+    start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), widest)
     last = [row_like(p, 0, jnp.int32) for p in leaves]
     snapshot = [
-        tuple(row_like(p, x, jnp.float32) for x in _missed(rule).snapshot(start, run))
+        tuple(row_like(p, x, _float_like(p)) for x in _missed(rule).snapshot(start, run))
         for rule, p in zip(rules, leaves, strict=True)
     ]
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
+
+
+def _float_like(p: Any) -> np.dtype:
+    """The dtype of numbers that missed steps take of a parameter: float32 or float64."""
+    return np.dtype("f8" if jnp.result_type(p) in ("float64", "complex128") else "f4")
 
 
 def next_clock(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
@@ -279,7 +285,7 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
 def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
     steps = _missed(rule)
-    tables = steps.table(count), steps.after_each()
+    tables = steps.table(count, run), steps.after_each(run.dtype)
     now = steps.snapshot(count, run)
 
     # A step of rows calls it in several places: it is traced once for each shape.
@@ -290,8 +296,10 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
         count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
         missed = steps.missed(count, run, tables, last, snapshot)
+        numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
+        missed = numbers._replace(steps=missed.steps)
         missed = jax.tree.map(lambda x: per_row(x, p), missed)
-        move, *new = steps.advance(Missed(*missed), p, *arrays)
+        move, *new = steps.advance(missed, p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
         late = last < count
         move = where_rows(late, move, jnp.array(-0.0, move.dtype))
@@ -331,7 +339,10 @@ def _now(
     has read the rows, and copies the whole arrays for that.
     """
     behind = last <= step
-    news = (jnp.where(behind, new, x) for new, x in zip(snapshot, old, strict=True))
+    news = (
+        jnp.where(behind, new.astype(x.dtype), x)
+        for new, x in zip(snapshot, old, strict=True)
+    )
     return jnp.maximum(last, step), *news
 
 

@@ -1,7 +1,6 @@
 """Rules: state arrays and the arithmetic of a step."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
 from jslices._typing import Scalar as Scalar
 from jslices._typing import Schedule as Schedule
-from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.missed import MissedSteps, weight_seen
 
 # --- A step -----------------------------------------------------------------------------
 
@@ -74,14 +73,9 @@ class Step:
         return corrected
 
 
-@functools.partial(jax.jit, inline=True)
-def _weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
-    """The sum of the weights of ``count`` terms of a decaying mean.
-
-    A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has
-    only four digits of it left.
-    """
-    return 1 - decay**count
+# A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has only
+# four digits of it left.
+_weight_seen = jax.jit(weight_seen, inline=True)
 
 
 def squared(x: jax.Array) -> jax.Array:
