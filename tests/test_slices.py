@@ -48,7 +48,7 @@ def test_attributes(slices):
         len(slices)
     with pytest.raises(AttributeError):
         slices.values = VALUES
-    assert slices == slices and hash(slices) and slices != js.IndexedSlices(VALUES, INDICES)
+    assert hash(slices) == hash(slices) and slices in [slices] and slices != None  # noqa: E711
 
 
 @pytest.mark.parametrize("kind", ["lists", "numpy", "jax"])
