@@ -3,21 +3,25 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial, PyTreeDef
 
-from jslices._arguments import check_array, shown
+from jslices._arguments import check_array, is_function, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
-from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
+from jslices._place.boundary import laid_out_as, on_any_mesh
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
 from jslices._rows.access import is_below, room_for_distinct, rows_numbered
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
+from jslices.optim.engine.boxes import (
+    boxed_anew,
+    unboxed,
+    within_boxes,
+)
 from jslices.optim.engine.protocol import (
     GradientTransformation,
     add_update,
@@ -32,9 +36,11 @@ from jslices.optim.engine.protocol import (
     refuse_alone,
     refuse_nothing,
     refuse_slices,
+    shardings_of_params,
+    shardings_of_step,
     shardings_of_update,
 )
-from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
+from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, row_of, zero_count
 from jslices.optim.engine.step import (
     Plan,
     choose_plan,
@@ -65,6 +71,7 @@ def transformation(
     In ``update``, a None gradient has update None and keeps its state. Rows of the state
     that no gradient touches are neither read nor written.
     """
+    mask = mask if is_function(mask) else unboxed(mask)
     run = _RuleOnTrees(state_type, rule, rule if other is None else other, mask)
     tx = GradientTransformation(run.init, run.update, apply=run.apply, plan=run.plan)
     if rule.missed is None:
@@ -89,6 +96,7 @@ class _RuleOnTrees:
 
     @usual_promotion
     def init(self, params: Params) -> State:
+        in_boxes, params = params, unboxed(params)
         leaves, tree = flatten(params, is_leaf=is_slices)
         for path, p in zip(paths_of(tree), leaves, strict=True):
             refuse_slices(path, p)
@@ -97,21 +105,22 @@ class _RuleOnTrees:
             check_array(f"tx.init(params): the parameter{path}", p)
             check_width(f"tx.init(params): the parameter{path}", p)
             warn_of_columns(path, p)
-        state = {
-            name: tree.unflatten(
-                [
-                    laid_out_as(p, rule.state[name](p))
-                    for rule, p in zip(rules, leaves, strict=True)
-                ]
-            )
-            for name in self.names
-        }
+        state = {}
+        for name in self.names:
+            starts = [rule.state[name] for rule in rules]
+            pairs = zip(starts, leaves, strict=True)
+            arrays = tree.unflatten([laid_out_as(p, start(p)) for start, p in pairs])
+            state[name] = boxed_anew(in_boxes, starts, arrays)
         if self.rule.missed is not None:
-            state["clock"] = exact.new_clock(params, rules)
+            clock = exact.new_clock(params, rules)
+            boxed = functools.partial(boxed_anew, in_boxes, [row_of(0)] * len(rules))
+            last, snapshot = boxed(clock.last), boxed(clock.snapshot)
+            state["clock"] = clock._replace(last=last, snapshot=snapshot)
         return self.state_type(count=zero_count(), **state)
 
     # --- a step ---------------------------------------------------------------------------
 
+    @within_boxes(0, 1)
     def update(
         self,
         grads: Gradients,
@@ -123,6 +132,7 @@ class _RuleOnTrees:
         run = on_any_mesh(shardings_of_update)(self._step)
         return run(left_to_xla(grads, state), state, params, peeked, adds=False)
 
+    @within_boxes(2, 1)
     def apply(
         self,
         grads: Gradients,
@@ -133,7 +143,7 @@ class _RuleOnTrees:
     ) -> tuple[Params, State]:
         if key is not None:  # each row is rounded once, when all is added
             return in_two(self.update)(grads, state, params, key, peeked=peeked)
-        run = on_any_mesh(_shardings_of_step)(self._step)
+        run = on_any_mesh(shardings_of_step)(self._step)
         return run(left_to_xla(grads, state), state, params, peeked, adds=True)
 
     @usual_promotion
@@ -204,6 +214,7 @@ class _RuleOnTrees:
 
         return kernel_of
 
+    @within_boxes(0)
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         rules, shapes = self._rules(params, tree), tree.flatten_up_to(params)
@@ -216,6 +227,7 @@ class _RuleOnTrees:
 
     # --- rows that catch up ---------------------------------------------------------------
 
+    @within_boxes(0, 1)
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         behind = self._behind(params, state, ids)
         return on_any_mesh(shardings_of_params)(self._advance)(params, state, behind)
@@ -223,6 +235,7 @@ class _RuleOnTrees:
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
 
+    @within_boxes(0)
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
         behind = self._behind(params, state, rows)
         return on_any_mesh(lambda *args: None)(self._peek)(params, state, behind)
@@ -289,6 +302,7 @@ class _RuleOnTrees:
 
     def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
+        grads, state, peeked = unboxed((grads, state, peeked))
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         last = arrays_of(state.clock, "last", tree)
@@ -316,7 +330,7 @@ class _RuleOnTrees:
         """The rule of each leaf of ``tree``, the structure of params or of gradients."""
         if self.mask is None:
             return [self.rule] * tree.num_leaves
-        mask = self.mask(params) if callable(self.mask) else self.mask
+        mask = self.mask(params) if is_function(self.mask) else self.mask
         text = "the mask of the weight decay must be bools in the structure of params"
         bits = broadcast_prefix(mask, params, f"{text}, or a prefix of it")
         if not all(isinstance(bit, bool | np.bool_ | int) for bit in bits):
@@ -360,18 +374,6 @@ class _RuleOnTrees:
                 snapshot=changed(clock.snapshot, slice(n + 1, None)),
             )
         return state._replace(**new)
-
-
-def _shardings_of_step(
-    grads: Gradients, state: State, params: Params, *rest: Any
-) -> tuple[PyTree, PyTree]:
-    return shardings_of_params(params, state, grads, rest)
-
-
-def shardings_of_params(params: Params, state: State, *rest: Any) -> tuple[PyTree, PyTree]:
-    """How ``(params, state)`` are split over devices, where types tell."""
-    del rest
-    return shardings_of(params), shardings_of(state)
 
 
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
