@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jslices._arguments import is_number, shown
+from jslices._jax import is_staged
 from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
 from jslices._typing import Scalar as Scalar
@@ -112,7 +113,10 @@ def next_count(count: jax.Array) -> jax.Array:
 
 def zero_count() -> jax.Array:
     """The number of steps taken so far: int32, ``[]``."""
-    return jnp.zeros([], jnp.int32)
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    explicit = is_staged() and jax.sharding.AxisType.Explicit in axes
+    # Else it is on no mesh, and would leave a step on the one that is used inside.
+    return jnp.zeros([], jnp.int32, out_sharding=jax.P() if explicit else None)
 
 
 def value_at(value: Scalar | Schedule, count: jax.Array) -> Any:

@@ -149,7 +149,8 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
       holds NaN or an infinity becomes NaN.
 
     Raises:
-      TypeError: for slices whose indices a foreign ``tree.map`` has changed.
+      TypeError: for row numbers, and slices whose indices a foreign ``tree.map`` has
+        changed.
       ValueError: for slices of an array of another shape, or a limit that is negative or
         not a single number.
 
