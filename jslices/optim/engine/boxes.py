@@ -26,14 +26,18 @@ def is_box(x: object) -> bool:
     return meta is not None and isinstance(x, meta.AxisMetadata)
 
 
-def is_box_or_leaf(x: object) -> bool:
-    """True for what a tree of boxes has in place of arrays."""
+def _is_leaf(x: object) -> bool:
     return is_box(x) or is_slices(x) or x is None
+
+
+def _has_boxes(tree: PyTree) -> bool:
+    loaded = "flax.core.meta" in sys.modules
+    return loaded and any(map(is_box, jax.tree.leaves(tree, is_leaf=_is_leaf)))
 
 
 def unboxed(tree: PyTree) -> Any:
     """The tree with what is in the boxes in their place."""
-    return jax.tree.map(_content, tree, is_leaf=is_box_or_leaf)
+    return jax.tree.map(_content, tree, is_leaf=_is_leaf) if _has_boxes(tree) else tree
 
 
 def _content(x: Any) -> Any:
@@ -44,14 +48,14 @@ def _content(x: Any) -> Any:
 def boxed_as(boxes: PyTree, tree: PyTree) -> Any:
     """A tree without boxes in the boxes of another."""
 
-    def put(box: Any, x: Any) -> Any:
-        return box.replace_boxed(x) if is_box(box) else x
-
-    return jax.tree.map(put, boxes, tree, is_leaf=is_box_or_leaf)
+    put = lambda box, x: box.replace_boxed(x) if is_box(box) else x  # noqa: E731
+    return jax.tree.map(put, boxes, tree, is_leaf=_is_leaf)
 
 
 def boxed_anew(params: PyTree, starts: Sequence[Start], tree: PyTree) -> Any:
     """The state arrays that start so, in the boxes of the parameters."""
+    if not _has_boxes(params):
+        return tree
     boxes, structure = flatten(params, is_leaf=is_box)
     pairs = zip(boxes, starts, strict=True)
     return boxed_as(structure.unflatten([_less(*pair) for pair in pairs]), tree)
@@ -83,9 +87,7 @@ def within_boxes(*like: int) -> Callable[[F], F]:
     def decorate(fun: F) -> F:
         @functools.wraps(fun)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not any(
-                map(is_box, jax.tree.leaves((args, kwargs), is_leaf=is_box_or_leaf))
-            ):
+            if not _has_boxes((args, kwargs)):
                 return fun(self, *args, **kwargs)
             results = fun(self, *unboxed(args), **unboxed(kwargs))
             boxes = [args[i] for i in like]
