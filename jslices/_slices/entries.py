@@ -137,7 +137,8 @@ class Entries:
                 leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
         indices: Any = None if is_sealed(leaf) else leaf
         if shape and indices is None and hasattr(values, "dtype"):
-            held, row = values.shape[: leaf.ndim], values.shape[leaf.ndim :]
+            axes = len(leaf.shape)
+            held, row = values.shape[:axes], values.shape[axes:]
             if held != leaf.shape or row not in (
                 shape[i:] for i in range(1, 1 + len(shape))
             ):
