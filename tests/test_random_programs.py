@@ -2,7 +2,7 @@
 
 Hypothesis draws a program as text, so that a failing one is printed, as small as it can be
 made, as code that runs by itself. ``jax.grad`` of the same text is what is right; only
-``js.embedding_lookup``, which has its own meaning of bad ids, is written in plain JAX there.
+``js.embedding_lookup``, with its own meaning of bad ids, is written in plain JAX there.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PROGRAMS, dense, numpy_tree
+from helpers import PROGRAMS, numpy_tree
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxpr_as_fun
@@ -53,6 +53,9 @@ def slice_p(table, *starts, sizes):
     starts += (starts[0].dtype.type(0),) * (table.ndim - len(starts))
     return lax.dynamic_slice_p.bind(table, *map(jnp.asarray, starts), slice_sizes=sizes)
 
+def wide(ids, unsigned):  # if these are narrower than rows are many, XLA leaves the array
+    return ids if ids.dtype != "int8" and unsigned else ids.astype(int)
+
 def equal(ids, table):
     ids = jnp.asarray(ids)[..., None]
     numbers = lax.broadcasted_iota(ids.dtype, (*ids.shape[:-1], len(table)), ids.ndim - 1)
@@ -77,8 +80,8 @@ def vjp_by(f, by):
     return g
 
 def grad_by(f, by):
-    pull_by = lambda pull: lambda dy: (by * pull(dy)[0],)
-    return jax.custom_gradient(lambda x: (lambda y, pull: (y, pull_by(pull)))(*jax.vjp(f, x)))
+    by_pull = lambda y, pull: (y, lambda dy: (by * pull(dy)[0],))
+    return jax.custom_gradient(lambda x: by_pull(*jax.vjp(f, x)))
 
 def second(grad):  # a loss made of the gradient of the loss
     whole = lambda g: g.to_dense() if js.is_slices(g) else g
@@ -88,19 +91,17 @@ def second(grad):  # a loss made of the gradient of the loss
 """
 
 
+NAMES = {}
+exec(PREAMBLE, NAMES)
+
+
 class Scope(NamedTuple):
     """The expressions from which a program is made."""
 
     tables: tuple  # of (code, shape)
     ids: tuple  # of (code, number of axes)
     dtypes: tuple  # of ids
-    #: Whether they may be too narrow for all rows. In gathers and scatters XLA then reads
-    #: and writes outside of arrays; JAX's slices, and jnp, see to it.
-    narrow: bool = True
-
-
-def pick(draw, *options):
-    return draw(st.sampled_from(options))
+    narrow: bool = True  # whether ids may be too narrow for all rows
 
 
 # --- ids --------------------------------------------------------------------------------
@@ -110,34 +111,34 @@ def edges(height, dtype):
     """Row numbers at which something may change."""
     limits = jnp.iinfo(dtype)
     numbers = [0, 1, height - 1, height, -1, -height, -height - 1, limits.max, limits.min]
-    numbers += [height // 2 + 1, limits.max - 1, 2**31, 2**32 + 1, -(2**32)]
+    numbers += [limits.max - 1, 2**31, 2**32, 2**32 + 1, 2**32 + height - 1, -(2**32)]
     return [number for number in numbers if limits.min <= number <= limits.max]
 
 
-def numbers(draw, height, dtype, count=4):
-    some = st.sampled_from(edges(height, dtype))
-    drawn = draw(st.lists(some, min_size=count, max_size=count))
+def numbers(pick, height, dtype, count=4):
+    drawn = [pick(*edges(height, dtype)) for _ in range(count)]
     return f'np.array({drawn}, "{dtype}")'
 
 
 SCALARS = ("({i}) + 1", "({i}) * 2", "-({i})", "({i}) // 2", "({i}) % 6", "abs({i})")
 SCALARS += ("jnp.minimum({i}, 5)", "({i}) - 2", "jnp.invert({i})", "lax.stop_gradient({i})")
 SCALARS += ("lax.while_loop(lambda i: (i > 3).any(), lambda i: i // 2, {i})",)
-LISTS = ("({i})[::-1]", "({i})[1:]", "({i})[:0]", "jnp.sort({i})", "jnp.stack([{i}] * 2)[1]")
-LISTS += ("jnp.concatenate([{i}, {i}])[1:4]", "jnp.unique({i}, size=3)", "jnp.cumsum({i})")
+LISTS = ("({i})[::-1]", "({i})[1:]", "({i})[:0]", "jnp.sort({i})", "jnp.cumsum({i})")
+LISTS += ("jnp.stack([{i}] * 2)[1]", "jnp.concatenate([{i}] * 2)[1:4]")
 
 
-def ids(draw, scope, height, axes):
-    """An expression for row numbers of so many axes."""
-    code, ndim = pick(draw, ("", 1), *scope.ids)
+def ids(pick, scope, shape, axis, axes):
+    """An expression of so many axes for numbers along an axis of a table."""
+    height, tall = shape[axis], max(shape) > 127
+    code, ndim = pick(("", 1), *scope.ids)
     if not code:
-        code = numbers(draw, height, pick(draw, *scope.dtypes))
-    if draw(st.booleans()):
-        cast = f'({{i}}).astype("{pick(draw, *scope.dtypes)}")'
-        code = pick(draw, *SCALARS, cast, *LISTS * (ndim == axes == 1)).format(i=code)
+        code = numbers(pick, height, pick(*scope.dtypes, *["uint8"] * 3 * tall))
+    if pick(False, True):
+        cast = f'({{i}}).astype("{pick(*scope.dtypes)}")'
+        code = pick(*SCALARS, cast, *LISTS * (ndim == axes == 1)).format(i=code)
     code = f"jnp.asarray({code})"
-    if height > 127 and not scope.narrow:
-        code += ".astype(int)"
+    if tall:
+        code = f"wide({code}, {scope.narrow})"
     if ndim == 0:
         return code if axes == 0 else f"jnp.tile({code}, {(2,) * axes})"
     return code + ("[0]", "", ".reshape(2, 2)")[axes]
@@ -158,102 +159,74 @@ ALIKE = (*ROWWISE[:9], "jnp.roll({t}, 1, 0)", "jnp.flip({t})", "jnp.tanh({t}) * 
 ALIKE += ('({t}).astype("float16")', "jnp.cumsum({t}, 0)", "jax.nn.softmax({t})")
 
 
-def function(draw, depth=2):
+def function(pick, depth=2):
     """A function with a derivative of its own, or around others."""
-    inner = function(draw, depth - 1) + "(x)" if depth and draw(st.booleans()) else "x"
-    forms = "{}", "{} * 2", "jnp.sin({})", "{}[::-1]", "({} - x.mean(0, keepdims=True))", "x * {}"
-    body = pick(draw, *forms).format(inner)
-    wrap = pick(draw, "jvp_by({}, 2)", "vjp_by({}, 3)", "grad_by({}, 2)", "jax.jit({})")
+    inner = function(pick, depth - 1) + "(x)" if depth and pick(False, True) else "x"
+    forms = "{}", "{} * 2", "jnp.sin({})", "{}[::-1]", "x * {}", "({}) - x.mean(0)[None]"
+    body = pick(*forms).format(inner)
+    wrap = pick("jvp_by({}, 2)", "vjp_by({}, 3)", "grad_by({}, 2)", "jax.jit({})")
     return wrap.format(f"lambda x: {body}")
 
 
-def changed(draw, scope, table):
+#: Functions that change the shape, some of them more often.
+CHANGES = (
+    *("({t}).reshape(-1, *{shape}[2:])", "({t}).reshape(2, -1, *{shape}[1:])", "{f}({t})"),
+    *("lax.dynamic_index_in_dim({t}, {i}, {axis}, {yes})", "({t})[None]"),
+    *(
+        "lax.dynamic_slice({t}, {starts}, {sizes})",
+        "slice_p({t}, *[{i}] * {n}, sizes={sizes})",
+    ),
+    "(lambda t: lax.pad(t, t.dtype.type(0.5), {widths}))({t})",
+) * 2
+CHANGES += (
+    "lax.dynamic_slice_in_dim({t}, {i}, {some}, {axis})",
+    "jnp.moveaxis({t}, {axis}, 0)",
+)
+CHANGES += ("({t}).at[{i}].set(0.5, mode={m})", "({t}).at[{is}].set(0.5, mode={m})")
+CHANGES += (
+    "({t})[{all}{i}]",
+    "({t})[{all}{ids}]",
+    "({t})[{all}-{some}:]",
+    "({t})[{all}::{some}]",
+)
+CHANGES += (
+    "(lambda t: jnp.stack([t, t * 2], {axis}))({t})",
+    "jnp.concatenate([{t}] * 2)[1:]",
+)
+CHANGES += (*ALIKE, "jnp.repeat({t}, 2, {axis})", "jnp.broadcast_to({t}, (2, *{shape}))")
+
+
+def changed(pick, scope, table):
     """A table made of a table."""
     code, shape = table
-    height, *row = shape
-    axis = draw(st.integers(0, len(shape) - 1))
-    size = shape[axis]
-    some = draw(st.integers(1, size))
-    sizes = (*shape[:axis], some, *shape[axis + 1 :])
-    i = lambda axes=0: ids(draw, scope, size, axes)  # noqa: E731
-    mode = pick(draw, "None", '"drop"', '"clip"')
-
-    def padded():
-        low, high, within = (draw(st.integers(0, 2)) for _ in range(3))
-        widths = [(0, 0, 0)] * len(shape)
-        widths[axis] = low - 1, high, within
-        new = list(shape)
-        new[axis] += low - 1 + high + within * (size - 1)
-        return f"(lambda t: lax.pad(t, t.dtype.type(0.5), {widths}))({code})", new
-
-    def one():
-        kept = draw(st.booleans())
-        new = (*shape[:axis], *(1,) * kept, *shape[axis + 1 :])
-        return f"lax.dynamic_index_in_dim({code}, {i()}, {axis}, {kept})", new
-
-    def window():
-        starts = [f"{i()}"] * len(shape)
-        return f"slice_p({code}, {', '.join(starts)}, sizes={sizes})", sizes
-
-    def public_window():
-        starts = [draw(st.sampled_from(edges(size, "int8"))) for _ in shape]
-        return f"lax.dynamic_slice({code}, {starts}, {sizes})", sizes
-
-    def moved():
-        new = list(shape)
-        new.insert(0, new.pop(axis))
-        return f"jnp.moveaxis({code}, {axis}, 0)", new
-
-    def index(code_of_index):
-        return f"({code})[{', '.join([':'] * axis + [code_of_index])}]"
-
-    def along(new_size):
-        return (*shape[:axis], new_size, *shape[axis + 1 :])
-
-    forms = {
-        "alike": lambda: (pick(draw, *ALIKE).format(t=code), shape),
-        "function": lambda: (f"({function(draw)})({code})", shape),
-        "pad": padded,
-        "merge": lambda: (
-            f"({code}).reshape({(math.prod(shape[:2]), *shape[2:])})",
-            (math.prod(shape[:2]), *shape[2:]),
-        ),
-        "split": lambda: (f"({code}).reshape({(1, height, *row)})", (1, height, *row))
-        if height % 2
-        else (f"({code}).reshape({(2, height // 2, *row)})", (2, height // 2, *row)),
-        "one": one,
-        "window": window,
-        "public_window": public_window,
-        "in_dim": lambda: (
-            f"lax.dynamic_slice_in_dim({code}, {i()}, {some}, {axis})",
-            along(some),
-        ),
-        "set": lambda: (
-            f"({code}).at[{pick(draw, i(), i(1))}].set(0.5, mode={mode})",
-            shape,
-        ),
-        "moved": moved,
-        "index": lambda: (index(f"{i()}"), (*shape[:axis], *shape[axis + 1 :])),
-        "rows": lambda: (index(f"{i(2)}"), (*shape[:axis], 2, 2, *shape[axis + 1 :])),
-        "slice": lambda: (index(f"{size - some}:"), along(some)),
-        "stride": lambda: (index(f"::{some}"), along(-(-size // some))),
-        "axis": lambda: (f"({code})[None]", (1, *shape)),
-        "tile": lambda: (
-            f"jnp.tile({code}, {(2, *(1,) * len(row))})",
-            (2 * height, *row),
-        ),
-        "stack": lambda: (
-            f"(lambda t: jnp.stack([t, t * 2], {axis}))({code})",
-            (*shape[:axis], 2, *shape[axis:]),
-        ),
-        "concatenate": lambda: (
-            f"(lambda t: jnp.concatenate([t, t[:1] * 2]))({code})",
-            (height + 1, *row),
-        ),
+    axis, n = pick(*range(len(shape))), len(shape)
+    some = pick(*range(1, shape[axis] + 1))
+    form = pick(*CHANGES)
+    holes = {
+        "f": f"({function(pick)})" if "{f}" in form else "",
+        "starts": [pick(*edges(shape[axis], "int8")) for _ in shape],
+        "sizes": (*shape[:axis], some, *shape[axis + 1 :]),
+        "widths": [(0, 0, 0)] * axis
+        + [(pick(0, 1, -1), pick(0, 1), pick(0, 1))]
+        + [(0, 0, 0)] * (n - axis - 1),
+        "all": ":, " * axis,
+        "m": pick("None", '"drop"', '"clip"'),
+        "yes": pick(False, True),
     }
-    new_code, new_shape = forms[pick(draw, *forms)]()
-    fits = new_shape and len(new_shape) < 5 and 0 < math.prod(new_shape) < 2000
-    return (new_code, tuple(new_shape)) if fits and min(new_shape) > 0 else table
+    holes |= {"axis": axis, "some": some, "n": n, "shape": shape}
+    rows = {"i": 0, "is": 1, "ids": 2}
+    plain = {name: f"np.zeros({(2,) * axes}, int)" for name, axes in rows.items()}
+    drawn = {
+        name: ids(pick, scope, shape, axis, axes) if f"{{{name}}}" in form else ""
+        for name, axes in rows.items()
+    }
+    try:
+        f = eval("lambda t: " + form.format(t="t", **plain, **holes), NAMES)
+        new = jax.eval_shape(f, jax.ShapeDtypeStruct(shape, "float32")).shape
+    except (TypeError, ValueError):
+        return table  # of which this cannot be made
+    fits = new and len(new) < 5 and 0 < math.prod(new) < 2000
+    return (form.format(t=code, **drawn, **holes), new) if fits else table
 
 
 # --- reads ------------------------------------------------------------------------------
@@ -263,11 +236,11 @@ MODES = ('"fill"', '"clip"', "None", '"wrap"')
 SURE = ("({t})[{i}]", "embedding_lookup({t}, {i}, mode={m})", "(equal({i}, {t}) @ ({t}))")
 SURE += ("jnp.take({t}, {i}, axis=0, mode={m})", "jax.nn.one_hot({i}, {n}) @ ({t})")
 SURE += ("({t}).at[{i}].get(mode={m}, fill_value=0.5)", "matrix({i}, {t}) @ ({t})")
-READS = (*SURE[:2], *SURE[3:6], "gather({t}, {i}, ({some},), {m})", "({t})[..., {i}]")
+READS = (*SURE[:2], *SURE[1:6], "gather({t}, {i}, ({some},), {m})", "({t})[..., {i}]")
 READS += ("jax.vmap(lambda k: lax.dynamic_index_in_dim({t}, k, 0))({i}.reshape(-1))",)
 READS += ("jnp.tensordot(equal({i}, {t}), {t}, 1)", "slice_p({t}, {k}, sizes=({some},))")
 READS += ("jax.vmap(lambda k: slice_p({t}, k, sizes=({some},)))({i}.reshape(-1))",)
-READS += ("jnp.take({t}, {i}, axis=-1, mode={m})", "{t}")
+READS += ("jnp.take({t}, {i}, axis=-1, mode={m})", "{t}", "{t}", "{t}")
 TWO = ("({t})[{i}, {j}]", "({t})[{i}, :2]", "({t})[{i}, ::-1]", "({t})[{i}, 1]")
 TWO += ("gather({t}, ({i}, {i}), ({some}, 1), {m})", "({t})[:, {j}]", "({t})[{i}, -1:]")
 TWO += ("({t}).at[{i}, {j}].get(mode={m}, fill_value=0.5)", "({t})[{i}, {k}]")
@@ -275,59 +248,57 @@ TWO += ("({t}).at[{i}, :2].get(mode={m}, fill_value=0.5)",)
 TWO += ("jax.vmap(lambda k: slice_p({t}, k, k, sizes=({some}, 1)))({i}.reshape(-1))",)
 
 
-def read(draw, scope, table, sure):
+def read(pick, scope, table, sure):
     code, shape = table
-    axes = draw(st.integers(0, 2))
+    axes = pick(0, 1, 2)
     forms = SURE if sure else READS + TWO * (len(shape) > 1)
-    form = pick(draw, *forms)
+    form = pick(*forms)
     if "gather" in form or "vmap" in form:
         scope = scope._replace(narrow=False)
     modes = MODES if "take(" in form else MODES[:2]
     return form.format(
         t=code,
         n=shape[0],
-        i=ids(draw, scope, shape[0], axes) if "{i}" in form else "",
-        j=ids(draw, scope, shape[-1], axes) if "{j}" in form else "",
-        k=ids(draw, scope, shape[0], 0) if "{k}" in form else "",
-        m=pick(draw, *modes) if "{m}" in form else "",
-        some=draw(st.integers(1, shape[0])) if "{some}" in form else "",
+        i=ids(pick, scope, shape, 0, axes) if "{i}" in form else "",
+        j=ids(pick, scope, shape, -1, axes) if "{j}" in form else "",
+        k=ids(pick, scope, shape, 0, 0) if "{k}" in form else "",
+        m=pick(*modes) if "{m}" in form else "",
+        some=pick(*range(1, shape[0] + 1)) if "{some}" in form else "",
     )
 
 
-def one_loss(draw, scope, sure):
+def one_loss(pick, scope, sure):
     """A scalar made of rows."""
-    table = pick(draw, *scope.tables[: 2 if sure else None])
-    for _ in range(draw(st.integers(0, 1 if sure else 3))):
+    table = pick(*scope.tables[: 2 if sure else None])
+    for _ in range(pick(0, 1) if sure else pick(0, 1, 1, 2, 2, 3)):
         if sure:
-            table = pick(draw, *ROWWISE).format(t=table[0]), table[1]
+            table = pick(*ROWWISE).format(t=table[0]), table[1]
         else:
-            table = changed(draw, scope, table)
-    form = pick(draw, "total({})", "total(jnp.sin({}))", "total(({}) ** 2)")
-    return form.format(read(draw, scope, table, sure))
+            table = changed(pick, scope, table)
+    form = pick("total({})", "total(jnp.sin({}))", "total(({}) ** 2)")
+    return form.format(read(pick, scope, table, sure))
 
 
-def nested(draw, scope, sure, depth, level=0):
+def nested(pick, scope, sure, depth, level=0):
     """An expression for a scalar; ``level`` numbers the names it binds."""
     if not depth:
-        return one_loss(draw, scope, sure)
+        return one_loss(pick, scope, sure)
     k, t = f"k{level}", f"t{level}"
 
     def inside(**more):
         new = {n: (*x, *getattr(scope, n)) for n, x in more.items()}
         narrow = scope.narrow and form not in ("vmap", "vmap_tables")
         new = scope._replace(**new, narrow=narrow)
-        return nested(draw, new, sure, depth - 1, level + 1)
+        return nested(pick, new, sure, depth - 1, level + 1)
 
     def of_tables(form):
-        code, (size, *shape) = pick(draw, *scope.tables)
-        for _ in range(draw(st.integers(0, 1))):
-            code, (size, *shape) = changed(draw, scope, (code, (size, *shape)))
+        code, (size, *shape) = pick(*scope.tables)
         if size > 6 or not shape:
             return inside()
         return form.format(t=t, inner=inside(tables=[(t, tuple(shape))]), table=code)
 
-    many, one = (ids(draw, scope, 6, axes) for axes in (1, 0))
-    counter = pick(draw, many, f'jnp.arange(3, dtype="{pick(draw, *scope.dtypes)}")')
+    many, one = (ids(pick, scope, (6,), 0, axes) for axes in (1, 0))
+    counter = pick(many, f'jnp.arange(3, dtype="{pick(*scope.dtypes)}")')
     scalar = [(k, 0)]
     forms = {
         "add": lambda: f"({inside()} + {inside()} * P['s'][0])",
@@ -336,25 +307,29 @@ def nested(draw, scope, sure, depth, level=0):
         "cond": lambda: f"lax.cond({one} > 2, lambda: {inside()}, lambda: {inside()} * 2)",
         "switch": lambda: f"lax.switch({one}, [lambda: {inside()}, lambda: {inside()}])",
         "vmap": lambda: f"jax.vmap(lambda {k}: {inside(ids=scalar)})({counter}).sum()",
-        "scan": lambda: f"lax.scan(lambda c, {k}: (c / 2 + {inside(ids=scalar)}, "
-        f"None), jnp.float32(0), {counter})[0]",
-        "fori": lambda: f"lax.fori_loop(0, 2, lambda {k}, c: c / 2 + "
-        f"{inside(ids=scalar)}, jnp.float32(0))",
-        "custom": lambda: f"({function(draw)})(({inside()})[None]).sum()",
+        "scan": lambda: (
+            f"lax.scan(lambda c, {k}: (c / 2 + {inside(ids=scalar)}, "
+            f"None), jnp.float32(0), {counter})[0]"
+        ),
+        "fori": lambda: (
+            f"lax.fori_loop(0, 2, lambda {k}, c: c / 2 + "
+            f"{inside(ids=scalar)}, jnp.float32(0))"
+        ),
+        "custom": lambda: f"({function(pick)})(({inside()})[None]).sum()",
     }
-    dense = {  # some of them
+    not_rows = {  # or not always
         "grad": lambda: f"jax.grad(lambda P: {inside()})(P)['a'].sum()",
         "vmap_tables": lambda: of_tables("jax.vmap(lambda {t}: {inner})({table}).sum()"),
         "scan_tables": lambda: of_tables(
             "lax.scan(lambda c, {t}: (c, {inner}), 0, {table})[1].sum()"
         ),
     }
-    forms |= {} if sure else dense
-    form = pick(draw, *forms)
+    forms |= {} if sure else not_rows
+    form = pick(*forms)
     return forms[form]()
 
 
-SHAPES = [(6, 3), (6, 2, 3), (300, 2, 1), (2, 4, 3), (6,), (300, 2), (4, 4), (200, 3)]
+SHAPES = [(6, 3), (6, 2, 3), (300, 2, 1), (2, 4, 3), (6,), (300, 2, 1), (4, 4), (200, 3)]
 FLOATS = ["float32"] * 3 + ["bfloat16", "float16", "complex64", "float64"]
 INTEGERS = [f"{sign}int{bits}" for bits in (32, 8, 16, 64) for sign in ("", "u")]
 
@@ -363,114 +338,157 @@ class Program(NamedTuple):
     """A program, which is printed as code that runs by itself."""
 
     code: str
+    x64: bool
     order: int  # of the derivative
     sure: bool  # that every gradient of a table is rows
 
     def __repr__(self):
-        grads = (self.grad(module) for module in ("js", "jax"))
-        return (PREAMBLE + self.code + "print({}(P, A))\nembedding_lookup = lookup\n"
-                "print({}(P, A))\n").format(*grads)
+        code = f'jax.config.update("jax_enable_x64", {self.x64})\n{self.code}'
+        code += f"print({self.grad('js')}(P, A))\nembedding_lookup = lookup\n"
+        return f"{PREAMBLE}\n{code}print({self.grad('jax')}(P, A))\n"
 
     def grad(self, module):
         """Code for the function that gives value and gradient."""
         loss = "loss" if self.order == 1 else f"second({module}.grad)"
         return f"{module}.value_and_grad({loss})"
 
-    def of(self, module):
-        """This function, and what it is called with."""
+    def result(self, module, jit):
+        """Value and gradients; or what :func:`run` takes, to compile many as one."""
         names = {}
         exec(PREAMBLE + self.code, names)
         if module == "jax":
             names["embedding_lookup"] = names["lookup"]
-        return eval(self.grad(module), names), (names["P"], names["A"])
+        f, args = eval(self.grad(module), names), (names["P"], names["A"])
+        return (jax.make_jaxpr(f, return_shape=True)(*args), args) if jit else f(*args)
 
 
-def program(draw, x64):
-    sure = pick(draw, False, False, False, True) and not x64
+def program(pick, x64):
+    sure = pick(*range(6)) == 5 and not x64
     dtypes = tuple(INTEGERS if x64 else INTEGERS[:6])
-    shapes = {"a": (6, 3), "b": (6, 3), "c": pick(draw, *SHAPES), "d": pick(draw, *SHAPES)}
+    shapes = {"a": (6, 3), "b": (6, 3), "c": pick(*SHAPES), "d": pick(*SHAPES)}
     kinds = FLOATS if x64 else FLOATS[:-1]
     params = [
-        f'"{name}": array({shape}, "{"float32" if name in "ab" else pick(draw, *kinds)}", {seed})'
+        f'"{name}": array({shape}, "{"float32" if name in "ab" else pick(*kinds)}", {seed})'
         for seed, (name, shape) in enumerate(shapes.items())
     ]
     params += ['"w": array((3, 3), "float32", 5)', '"s": array((6,), "float32", 6)']
     args = [
-        f'"{name}": jax.device_put({numbers(draw, height, pick(draw, *dtypes))})'
-        for name, height in [("i", 6), ("j", pick(draw, 3, 6, 300))]
+        f'"{name}": jax.device_put({numbers(pick, height, pick(*dtypes))})'
+        for name, height in [("i", 6), ("j", pick(3, 6, 300))]
     ]
     tables = tuple((f"P['{name}']", shape) for name, shape in shapes.items())
-    scope = Scope(tables, (("A['i']", 1), ("A['j']", 1)), dtypes)
-    body = nested(draw, scope, sure, draw(st.sampled_from([0, 0, 0, 1, 1, 2])))
-    code = f"jax.config.update('jax_enable_x64', {x64})\n" if x64 else ""
-    code += f"P = {{{', '.join(params)}}}\nA = {{{', '.join(args)}}}\n"
-    return Program(code + f"def loss(P, A):\n    return {body}\n", pick(draw, 1, 1, 2), sure)
-
-
-class Batch(NamedTuple):
-    """Programs that are compiled as one, or not at all."""
-
-    x64: bool
-    jit: bool
-    programs: list
+    scope = Scope(tables if sure else tables[2:], (("A['i']", 1), ("A['j']", 1)), dtypes)
+    body = nested(pick, scope, sure, pick(0, 0, 0, 0, 1, 2))
+    code = f"P = {{{', '.join(params)}}}\nA = {{{', '.join(args)}}}\n"
+    code += f"def loss(P, A):\n    return {body}\n"
+    return Program(code, x64, pick(1, 1, 2), sure)
 
 
 @st.composite
 def batches(draw):
-    x64 = draw(st.booleans())
-    some = st.lists(st.composite(program)(x64), min_size=pick(draw, 1, 10, 10), max_size=10)
-    return Batch(x64, pick(draw, True, True, False), draw(some))
+    """Programs, and whether they are compiled: as one, which saves half of the time."""
+    rng = draw(st.randoms(use_true_random=False))  # its numbers are drawn, and shrink
+    pick = lambda *options: rng.choice(options)  # noqa: E731
+    x64 = pick(False, True)
+    some = [program(pick, x64) for _ in range(pick(1, 10, 10, 10))]
+    return some, pick(*[True] * 5, False)
 
 
-def outcomes(batch):
-    """For each program that JAX takes, what jslices and what JAX gives, and the program."""
-    traced, found = [], []
-    for program in batch.programs:
-        theirs, args = program.of("jax")
-        try:
-            wanted = jax.make_jaxpr(theirs, return_shape=True)(*args) if batch.jit else theirs(*args)
-        except Exception:  # no program of JAX's
-            continue
-        try:
-            ours, args = program.of("js")
-            if batch.jit:
-                traced.append((jax.make_jaxpr(ours, return_shape=True)(*args), wanted, args))
-                found.append(program)
-            else:
-                yield ours(*args), wanted, program
-        except Exception:
-            note(program)
-            raise
-    if not traced:
-        return
-    call = lambda x, args: jaxpr_as_fun(x[0])(*jax.tree.leaves(args))
-    @jax.jit
-    def run(args):
-        return [(call(ours, a), call(theirs, a)) for (ours, theirs, _), a in zip(traced, args)]
-    results = run([args for *_, args in traced])
-    for (ours, theirs), (x, y, _), program in zip(results, traced, found, strict=True):
-        yield *(jax.tree.unflatten(jax.tree.structure(t[1]), r) for t, r in ((x, ours), (y, theirs))), program
+def run(traced):
+    call = lambda program, args: jaxpr_as_fun(program[0])(*jax.tree.leaves(args))  # noqa: E731
+    programs, args = zip(*traced, strict=True)
+    outputs = jax.jit(lambda args: list(map(call, programs, args)))(args)
+    shapes = [jax.tree.structure(shape) for _, shape in programs]
+    return list(map(jax.tree.unflatten, shapes, outputs))
 
 
-def check(batch):
-    with jax.enable_x64(batch.x64), warnings.catch_warnings():
+def by_jax(program, jit):
+    """What JAX gives; None if this is no program of JAX's."""
+    try:
+        return program.result("jax", jit)
+    except Exception:
+        return None
+
+
+def check(programs, jit):
+    with jax.enable_x64(programs[0].x64), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for found, wanted, program in outcomes(batch):
-            try:
-                close(found, wanted, 3e-2 if "float16" in program.code else 1e-3)
-                if program.sure and program.order == 1:
-                    assert all(js.is_slices(found[1][name]) for name in "ab")
-            except AssertionError:
-                note(program)
-                raise
+        wanted = [by_jax(program, jit) for program in programs]
+        programs = [p for p, y in zip(programs, wanted, strict=True) if y is not None]
+        wanted = [y for y in wanted if y is not None]
+        found = [showing(program, Program.result, "js", jit) for program in programs]
+        if jit and programs:
+            results = run([*found, *wanted])
+            found, wanted = results[: len(programs)], results[len(programs) :]
+        for program, x, y in zip(programs, found, wanted, strict=True):
+            showing(program, compare, x, y, jit)
 
 
-def close(found, wanted, rtol):
+def showing(program, f, *args):
+    """``f(program, *args)``; if that fails, the program is printed."""
+    try:
+        return f(program, *args)
+    except Exception:
+        note(program)
+        raise
+
+
+def compare(program, found, wanted, jit):
+    rtol = 3e-2 if "float16" in program.code else 1e-3
+    if not all(close(x, rtol, y) for x, y in pairs_of(found, wanted)):
+        # Of starts too narrow or too large for a slice JAX makes this or that, by turns.
+        again = by_jax(program, not jit)
+        again = again if jit else run([again])[0]
+        both = zip(pairs_of(found, wanted), pairs_of(found, again), strict=True)
+        for (x, y), (_, z) in both:
+            assert close(x, rtol, y, z), f"jslices: {x}\nJAX: {y}"
+    if program.sure and program.order == 1:
+        assert all(js.is_slices(found[1][name]) for name in "ab")
+
+
+def pairs_of(found, wanted):
     found, wanted = numpy_tree(found), numpy_tree(wanted)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+    return list(zip(*map(jax.tree.leaves, (found, wanted)), strict=True))
+
+
+def close(x, rtol, *wanted):
+    """Whether all elements of an array are those of one of the others."""
+    good = np.zeros(x.shape, bool)
+    for y in wanted:
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        wide = complex if np.iscomplexobj(x) else float
-        x, y = x.astype(wide), y.astype(wide)
+        y = np.asarray(y, complex if np.iscomplexobj(y) else float)
         size = np.abs(y[np.isfinite(y)]).max(initial=1)
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol / 30 * size)
+        good |= np.isclose(x.astype(y.dtype), y, rtol, rtol / 30 * size, equal_nan=True)
+    return good.all()
+
+
+@settings(max_examples=11)  # of ten programs each
+@given(batches())
+def test_a_hundred_random_programs(batch):
+    check(*batch)
+
+
+@pytest.mark.fuzz
+@pytest.mark.slow
+@settings(max_examples=3 * PROGRAMS)
+@given(batches())
+def test_random_programs(batch):
+    check(*batch)
+
+
+def test_the_fuzz_can_fail():
+    """A wrong value, a wrong gradient and a dense one are noticed."""
+    code = "P = {{name: array((6, 3), 'float32', 0) for name in 'ab'}}\nA = {{}}\n"
+    code += "embedding_lookup = lambda t, i: {}\ndef loss(P, A):\n"
+    code += "    return total(embedding_lookup(P['a'], jnp.array([1, 7])))\n"
+    check([Program(code.format("lookup(t, i)"), False, 1, True)], True)
+    for wrong in (
+        "t",
+        "lookup(t[::-1], i)",
+        "lookup(lax.stop_gradient(t), i)",
+        "lookup(t.cumsum(0), i)",
+    ):
+        bad = Program(code.format(wrong), False, 1, True)
+        with pytest.raises(AssertionError):
+            compare(bad, bad.result("js", False), bad.result("jax", False), False)

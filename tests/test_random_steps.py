@@ -88,8 +88,13 @@ ALONE = ["sgd({})", "adam({})", "sgd({}, momentum=0.9)", "adamw({}, weight_decay
 ALONE += ["amsgrad({})", "lion({}, weight_decay=0.1)", "rmsprop({}, momentum=0.5)"]
 ALONE += ["adadelta({})", "adagrad({})", "sgd({}, momentum=0.9, nesterov=True)"]
 AROUND = ["chain(clip(0.5), {})", "chain(clip_by_global_norm(0.9), {})", "freeze({})"]
-AROUND += ["chain(scale(0.5), {})", 'masked({}, {{"table": True, "other": False, "w": True}})']
-AROUND += ['partition({{"a": {}, "b": adam(0.1)}}, {{"table": "a", "other": "b", "w": "a"}})']
+AROUND += [
+    "chain(scale(0.5), {})",
+    'masked({}, {{"table": True, "other": False, "w": True}})',
+]
+AROUND += [
+    'partition({{"a": {}, "b": adam(0.1)}}, {{"table": "a", "other": "b", "w": "a"}})'
+]
 AROUND += ["multi_steps({}, 2)"]
 OPTIMIZERS = st.recursive(
     st.builds(str.format, st.sampled_from(ALONE), RATES),
