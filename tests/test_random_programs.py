@@ -205,7 +205,7 @@ def changed(pick, scope, table):
     holes = {
         "f": f"({function(pick)})" if "{f}" in form else "",
         "starts": [pick(*edges(shape[axis], "int8")) for _ in shape],
-        "sizes": (*shape[:axis], some, *shape[axis + 1 :]),
+        "sizes": tuple(pick(size, 1, min(size, 2)) for size in shape),
         "widths": [(0, 0, 0)] * axis
         + [(pick(0, 1, -1), pick(0, 1), pick(0, 1))]
         + [(0, 0, 0)] * (n - axis - 1),
