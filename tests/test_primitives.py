@@ -6,7 +6,6 @@ asked, only whether it is right.
 """
 
 import collections
-import functools
 import random
 import warnings
 
@@ -25,28 +24,12 @@ EDGES = np.array([0, -1, 5], np.int32)
 UNSTABLE = ("eig", "svd", "qr")
 
 
-@functools.cache
-def calls():
-    """For each group of JAX's test calls those that have small inexact operands."""
-    from jax._src.internal_test_util.test_harnesses import all_harnesses
-
-    groups = collections.defaultdict(list)
-    for harness in all_harnesses:
-        if (
-            harness.dtype in (np.float32, np.complex64)
-            and harness.group_name not in UNSTABLE
-        ):
-            groups[harness.group_name].append(harness)
-    return groups
-
-
 def total(tree):
     """A number that tells all elements apart."""
     inexact = [y for y in jax.tree.leaves(tree) if jnp.issubdtype(y.dtype, jnp.inexact)]
-    weigh = lambda y: (1 + np.arange(y.size) % 7).reshape(y.shape).astype(y.dtype)  # noqa: E731
-    return sum(
-        ((y * weigh(y)).sum().real.astype("float32") for y in inexact), jnp.float32(0)
-    )
+    weights = [(1 + np.arange(y.size) % 7).reshape(y.shape) for y in inexact]
+    sums = [jnp.sum(y * w.astype(y.dtype)) for y, w in zip(inexact, weights, strict=True)]
+    return sum((x.real.astype("float32") for x in sums), jnp.float32(0))
 
 
 def with_rows(tree):
@@ -75,37 +58,44 @@ def one_hot_product(f, x):
     return lambda x: total([product(y) for y in with_rows(f(x)) if inexact(y)]), x
 
 
-def losses(harness, form):
-    """The loss for each operand, and the operand."""
-    args = harness.dyn_args_maker(np.random.RandomState(0))
-    for at, arg in enumerate(args):
-        small = 0 < np.size(arg) <= 500 and hasattr(arg, "dtype")
-        if small and jnp.issubdtype(arg.dtype, jnp.inexact):
-            f = lambda x, at=at: harness.dyn_fun(*args[:at], x, *args[at + 1 :])  # noqa: E731
-            yield form(f, np.asarray(arg))
+def calls():
+    """One call of each group of JAX's, for each small inexact operand."""
+    from jax._src.internal_test_util.test_harnesses import all_harnesses
+
+    groups = collections.defaultdict(list)
+    for call in all_harnesses:
+        if call.dtype in (np.float32, np.complex64) and call.group_name not in UNSTABLE:
+            groups[call.group_name].append(call)
+    for name, group in sorted(groups.items()):
+        call = random.Random(name).choice(group)
+        args = call.dyn_args_maker(np.random.RandomState(0))
+        for at, arg in enumerate(args):
+            small = hasattr(arg, "dtype") and 0 < np.size(arg) <= 500
+            if small and jnp.issubdtype(arg.dtype, jnp.inexact):
+                f = lambda x: call.dyn_fun(*args[:at], x, *args[at + 1 :])  # noqa: B023, E731
+                yield call.fullname, f, np.asarray(arg)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [rows_of_vmap, tables_in_a_scan, one_hot_product])
+@jax.numpy_rank_promotion("allow")
 def test_primitives(form):
+    warnings.simplefilter("ignore")
     wrong, checked = [], 0
-    for name, harnesses in sorted(calls().items()):
-        for harness in random.Random(name).sample(harnesses, 1):
-            for loss, x in losses(harness, form):
-                with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    try:
-                        wanted = jax.jit(jax.value_and_grad(loss))(x)
-                    except Exception:  # not differentiable, or not of this shape
-                        continue
-                    if not all(np.isfinite(y).all() for y in wanted):
-                        continue  # of rows that are not read, JAX gets 0 times infinity
-                    checked += 1
-                    try:
-                        found = jax.jit(js.value_and_grad(loss))(x)
-                        size = max(1.0, *(float(np.abs(y).max()) for y in wanted))
-                        assert_close(found, wanted, rtol=1e-3, atol=3e-5 * size)
-                    except Exception as error:
-                        wrong.append((harness.fullname, repr(error)[:200]))
+    for name, f, operand in calls():
+        loss, x = form(f, operand)
+        try:
+            wanted = jax.jit(jax.value_and_grad(loss))(x)
+        except Exception:  # not differentiable, or not of this shape
+            continue
+        if not all(np.isfinite(y).all() for y in wanted):
+            continue  # of rows that are not read, JAX gets 0 times infinity
+        checked += 1
+        try:
+            found = jax.jit(js.value_and_grad(loss))(x)
+            size = max(1.0, *(float(np.abs(y).max()) for y in wanted))
+            assert_close(found, wanted, rtol=1e-3, atol=3e-5 * size)
+        except Exception as error:
+            wrong.append((name, repr(error)))
     assert not wrong
     assert checked > 50
