@@ -463,9 +463,9 @@ def close(x, rtol, *wanted):
     return good.all()
 
 
-@settings(max_examples=11)  # of ten programs each
+@settings(max_examples=4)  # of ten programs each, but for a few
 @given(batches())
-def test_a_hundred_random_programs(batch):
+def test_a_few_random_programs(batch):
     check(*batch)
 
 
