@@ -361,7 +361,9 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
         self, limits: Limits, num_required: int, timeout: float | None
     ) -> SparseAccumulatorTakeGradient:
         number = _gradients.positive(num_required)
-        store, _ = self._turns.take(number, timeout, lambda s: limits.check(s.rows))
+        store, _ = self._turns.take(
+            number, timeout, lambda s: Limits(*limits).check(s.rows)
+        )
         rows, values = store.reduced(mean=self.reduction_type == "MEAN")
         num_rows = None if self.shape is None else self.shape[0]
         shape = (-1 if num_rows is None else num_rows, *values.shape[1:])
