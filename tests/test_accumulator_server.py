@@ -332,16 +332,32 @@ def test_nothing_in_the_package_unpickles():
         assert "allow_pickle=True" not in text, file
 
 
+PAGE = (ROOT / "docs" / "workers.md").read_text()
+
+
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    """``(key, certificate)`` for localhost, of an authority of its own."""
+def folder(tmp_path_factory):
+    """With the key and certificate that the page makes, here for localhost."""
     folder = tmp_path_factory.mktemp("certificates")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    command += " -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    files = [folder / "key", folder / "certificate"]
-    where = ["-keyout", str(files[0]), "-out", str(files[1])]
-    subprocess.run([*command.split(), *where], check=True, capture_output=True)
-    return tuple(file.read_bytes() for file in files)
+    (command,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)
+    command = command.replace("DNS:chief", "DNS:localhost")
+    subprocess.run(command, shell=True, check=True, capture_output=True, cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def certificates(folder):
+    return tuple((folder / f"chief.{kind}").read_bytes() for kind in ("key", "pem"))
+
+
+def test_the_page_of_workers(folder, monkeypatch):  # workers.md
+    monkeypatch.chdir(folder)
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):
+        block = block.replace('"0.0.0.0:5000"', '"localhost:0"')
+        exec(block.replace('"chief:5000"', "server.address"), names)
+        names["server"].close()
+    assert names["grad"].indices[:2].tolist() == [3, 5]
 
 
 def test_certificates_and_a_token(certificates):

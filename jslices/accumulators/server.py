@@ -79,6 +79,7 @@ class RemoteObject:
     """A stand-in for an object of another process, with its public methods."""
 
     methods: tuple[str, ...] | None = None  # that are served; None: all public ones
+    within = math.inf  # seconds, for an answer
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client = client
@@ -87,7 +88,7 @@ class RemoteObject:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return functools.partial(self._call, method, math.inf)
+        return functools.partial(self._call, method, self.within)
 
     def _call(
         self, method: str, within: float, /, *arguments: object, **options: object
@@ -114,9 +115,7 @@ class RemoteAccumulator(RemoteObject):
         *("apply_grad", "take_grad", "num_accumulated", "num_stale", "num_waiting"),
         *("global_step", "set_global_step", "close"),
     )
-
-    def __getattr__(self, method: str) -> Any:
-        return functools.partial(super().__getattr__(method).func, method, 0.0)
+    within = 0.0
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *RemoteAccumulator.methods]
@@ -342,39 +341,33 @@ def serve(
 ) -> AccumulatorServer:
     """Let other processes use the accumulators of this one.
 
-    The objects stay here, and this process goes on using them; threads answer the calls
-    of the others. Clients that are slow, frozen or lost keep nobody else waiting. A client
-    without a sign of life for a minute is given up.
-
-    ==========================  ===========================================================
-    Where the workers are       What to pass
-    ==========================  ===========================================================
-    processes of this user      nothing: a Unix socket that this user alone can open
-    this machine, one user      ``"127.0.0.1:0"``: a free port, and a token
-    other machines              ``"0.0.0.0:5000"``, credentials with certificates, a token
-    ==========================  ===========================================================
+    The objects stay here, and this process goes on using them; threads answer the calls of
+    the others. Clients that are slow, frozen or lost keep nobody else waiting. By default
+    the other processes are those of this user; the page *Many workers* tells how to let
+    others in.
 
     Args:
       objects: accumulators by name; also any other object, whose public methods can then
         be called (the parameters, say) with numbers, text, None, arrays, and lists, tuples
         and dicts of these. Messages hold nothing else: no code, no pickles.
       address: ``"unix:/path"``, ``"host:port"`` or ``"[::]:port"``; port 0 is a free one.
-        None is a new Unix socket (without them: a port of this machine).
+        None is a new Unix socket.
       token: a secret that clients must send; None makes a random one, except at a Unix
         socket; ``""`` demands none, for ``credentials`` that demand client certificates.
       credentials: of ``grpc.ssl_server_credentials``, say. None are gRPC's local ones,
         which refuse other machines and encrypt nothing.
-      options: further options of the gRPC server, such as limits.
+      options: further options of the gRPC server, ``("grpc.max_receive_message_length",
+        1 << 20)``.
 
     Returns:
       An :class:`AccumulatorServer` with ``address``, ``token`` and ``close()``; use it in
       a ``with`` statement.
 
     Raises:
-      InvalidArgumentError: for names, an address or a token of the wrong kind, and
-        ``token=""`` at a port without credentials.
+      InvalidArgumentError: for arguments of the wrong kind, and ``token=""`` at a port
+        without credentials.
       OSError: when nothing can listen at the address.
-      ImportError: without gRPC, which ``pip install "jslices[serve]"`` installs.
+      ImportError: without gRPC, the extra ``serve``.
 
     Example:
       >>> import jslices as js
@@ -550,38 +543,35 @@ def connect(
 ) -> AccumulatorClient:
     """Connect to the objects that another process serves.
 
-    No call waits without end for a server that is frozen or cut off. While one waits for
-    an answer it pings the server; after ``timeout`` seconds without a sign of life the
-    call ends in an ``UnavailableError``. So ``take_grad`` may wait for hours for gradients,
-    and ends soon when none can come; ``take_grad(n, timeout=t)`` ends after ``t + timeout``
-    seconds at the latest.
+    No call waits without end for a server that is frozen or cut off: after ``timeout``
+    seconds without a sign of life, and one for each MB that it sends, it ends in an
+    ``UnavailableError``. So ``take_grad`` may wait for hours for gradients, and ends soon
+    when none can come; ``take_grad(n, timeout=t)`` ends after ``t + timeout`` seconds.
 
-    After an ``UnavailableError`` the stand-ins can be used again: the next call connects
-    anew, also to a server that was started again at this address. Nothing is sent twice
-    by itself. But a call that was given up may have been carried out, or may be when a
-    frozen server goes on: what a ``take_grad`` took is lost then, and an ``apply_grad``
-    that is called again counts twice; go on with the next gradient instead.
+    The next call connects anew, also to a server that was started again at this address.
+    Nothing is sent twice by itself. But a call that ended so may have been carried out, or
+    may be when a frozen server goes on: what a ``take_grad`` took is lost then, and an
+    ``apply_grad`` that is called again counts twice; go on with the next gradient instead.
 
     Args:
-      address: that of the :class:`AccumulatorServer`, or the same port of a name by which
-        this machine knows that one, ``"chief:5000"``.
+      address: that of the :class:`AccumulatorServer`, or a name for its machine and the
+        port, ``"chief:5000"``.
       token: its token.
       credentials: of ``grpc.ssl_channel_credentials``, say. None are gRPC's local ones, for
-        this machine alone; the token is then sent as it is to whoever listens there.
-      timeout: seconds, from 1 on; at least what a network needs for 10 MB.
+        this machine alone; at a port the token is sent to whoever listens there.
+      timeout: seconds, from 1 on.
       options: further options of the gRPC channel.
 
     Returns:
       A client; ``client["name"]`` is a stand-in with the methods of the object.
 
     Raises:
-      UnavailableError: (a ``ConnectionError``) when nothing listens there, or nothing that
-        answers within ``timeout``.
-      PermissionError: for the wrong token, or a Unix socket of another user.
+      UnavailableError: (a ``ConnectionError``) when nothing answers there.
+      PermissionError: for another token, or a Unix socket of another user.
       FailedPreconditionError: for a server of another version.
-      InvalidArgumentError: for arguments of the wrong kind, and from a stand-in for a
-        message of more than 2 GiB, or than a server's option allows.
-      ImportError: without gRPC, which ``pip install "jslices[serve]"`` installs.
+      InvalidArgumentError: for arguments of the wrong kind, and by stand-ins for a message
+        of more than 2 GiB, or than ``options`` allow.
+      ImportError: without gRPC, the extra ``serve``.
 
     Example:
       >>> import jslices as js  # more in serve
