@@ -482,6 +482,7 @@ threading.Thread(target=client["means"].take_grad, args=(1,), daemon=True).start
         until(lambda: means.num_waiting() and sums.num_accumulated() > 10)
     finally:
         worker.kill()
+    until(lambda: not means.num_waiting())  # gRPC says a moment later that it is gone
     means.apply_grad([1.0, 2.0])
     assert means.take_grad(1, timeout=LONG).tolist() == [1, 2]
     taken = sums.take_grad(10)

@@ -29,8 +29,7 @@ from jslices.accumulators._messages import pack, unpack
 from jslices.accumulators._state import caller
 from jslices.accumulators.blocking import (
     ConditionalAccumulator,
-    Limits,
-    SlicesMethods,
+    RowMethods,
     SparseAccumulatorTakeGradient,
     SparseConditionalAccumulator,
 )
@@ -128,22 +127,16 @@ class RemoteAccumulator(RemoteObject):
         return self._call("take_grad", within, num_required, timeout=timeout)
 
 
-class RemoteSparseAccumulator(SlicesMethods, RemoteAccumulator):
+class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
     """The same for a :class:`jslices.accumulators.SparseConditionalAccumulator`."""
 
     methods = (*RemoteAccumulator.methods, "_take_within")
 
-    def take_grad(
-        self, num_required: int, name: str | None = None, *, timeout: float | None = None
-    ) -> SparseAccumulatorTakeGradient:
-        """As in the accumulator."""
-        return self._take_within(Limits(), num_required, timeout)
-
     def _take_within(
-        self, limits: Limits, num_required: int, timeout: float | None
+        self, num_required: int, timeout: float | None, *limits: int | None
     ) -> SparseAccumulatorTakeGradient:
         within = math.inf if timeout is None else timeout
-        taken = self._call("_take_within", within, limits, num_required, timeout)
+        taken = self._call("_take_within", within, num_required, timeout, *limits)
         return SparseAccumulatorTakeGradient(*taken)
 
 
@@ -184,17 +177,49 @@ class _Threads(futures.Executor):
                 time.sleep(0.1)
 
 
-class _Calls:
-    """Answers the calls of clients: a ``grpc.GenericRpcHandler``."""
+class AccumulatorServer:
+    """Objects of this process that other processes may use; made by :func:`serve`.
 
-    def __init__(self, objects: dict[str, object], token: str) -> None:
+    Attributes:
+      address: where it listens, with the port that was chosen.
+      token: the text that :func:`connect` must be given; ``""`` where there is none.
+    """
+
+    def __init__(
+        self,
+        objects: dict[str, object],
+        address: str,
+        token: str,
+        credentials: Any,
+        options: Options,
+    ) -> None:
+        self.token = token
         self._objects = objects
-        self._token = token
+        options = _options(_CLIENT_SECONDS, options)
+        self._server = grpc.server(_Threads(), handlers=[self], options=options)
+        port = _listen(self._server, address, credentials)
+        is_port = _path(address) is None
+        self.address = f"{address.rpartition(':')[0]}:{port}" if is_port else address
+        self._process = os.getpid()
+        self._server.start()
+        _open.add(self)
+
+    def close(self) -> None:
+        """Stops serving; clients get an UnavailableError. The objects live on here."""
+        if self in _open and self._process == os.getpid():  # not in a fork
+            self._server.stop(None).wait()
+            _open.discard(self)
+
+    def __enter__(self) -> "AccumulatorServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def service(self, details: Any) -> Any:
-        """The handler of a call, from its method and metadata alone."""
+        """Find the handler of a call from its method and metadata: gRPC calls this."""
         sent = dict(details.invocation_metadata).get("authorization", "")
-        if self._token and not hmac.compare_digest(sent, f"Bearer {self._token}"):
+        if self.token and not hmac.compare_digest(sent, f"Bearer {self.token}"):
             return _refusal("UNAUTHENTICATED", "the token is missing, or another one")
         if details.method != _METHOD:
             return _refusal(
@@ -236,40 +261,6 @@ def _refusal(code: str, text: str) -> Any:
     )
 
 
-class AccumulatorServer:
-    """Objects of this process that other processes may use; made by :func:`serve`.
-
-    Attributes:
-      address: where it listens, with the port that was chosen.
-      token: the text that :func:`connect` must be given; ``""`` where there is none.
-    """
-
-    def __init__(
-        self, calls: _Calls, address: str, token: str, credentials: Any, options: Options
-    ) -> None:
-        self.token = token
-        options = _options(_CLIENT_SECONDS, options)
-        self._server = grpc.server(_Threads(), handlers=[calls], options=options)
-        port = _listen(self._server, address, credentials)
-        is_path = address.startswith("unix:")
-        self.address = address if is_path else f"{address.rpartition(':')[0]}:{port}"
-        self._server.start()
-        self._process = os.getpid()
-        _open.add(self)
-
-    def close(self) -> None:
-        """Stops serving; clients get an UnavailableError. The objects live on here."""
-        if self in _open and self._process == os.getpid():  # not in a fork
-            self._server.stop(None).wait()
-            _open.discard(self)
-
-    def __enter__(self) -> "AccumulatorServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 _open: set[AccumulatorServer] = set()  # which live until they are closed
 
 
@@ -297,21 +288,16 @@ def _listen(server: Any, address: str, credentials: Any) -> int:
 
 
 def _path(address: str) -> str | None:
-    """The path of a Unix socket; None for a host."""
+    """The path of a Unix socket; None for a port."""
     if not address.startswith("unix:"):
         return None
-    path = address.removeprefix("unix:")
-    return path[2:] if path.startswith("//") else path
+    return address.removeprefix("unix:").removeprefix("//")
 
 
 def _answers(path: str) -> bool:
     """True if a process listens at a Unix socket, false for one that a dead one left."""
     with socket.socket(socket.AF_UNIX) as end:
-        try:
-            end.connect(path)
-        except OSError:
-            return False
-    return True
+        return os.path.exists(path) and end.connect_ex(path) == 0
 
 
 def _check(call: str, address: str, token: str | None) -> None:
@@ -386,28 +372,25 @@ def serve(
             f"serve wants objects by name, {{'table': accumulator}}, got {objects!r}"
         )
     if address is None:
-        name = f"jslices-{secrets.token_hex(8)}"
-        in_temp = f"unix:{os.path.join(tempfile.gettempdir(), name)}"
-        address = in_temp if hasattr(socket, "AF_UNIX") else "127.0.0.1:0"
+        socket_name = f"jslices-{secrets.token_hex(8)}"
+        address = "unix:" + os.path.join(tempfile.gettempdir(), socket_name)
     _check("serve", address, token)
-    is_path = address.startswith("unix:")
+    is_port = _path(address) is None
     if token is None:
-        token = "" if is_path else secrets.token_hex(32)
+        token = secrets.token_hex(32) if is_port else ""
     if credentials is None:
-        if not token and not is_path:
+        if is_port and not token:
             raise InvalidArgumentError(
                 f"serve(address={address!r}, token='') lets everybody in: leave the token "
                 "out, or pass credentials that demand client certificates"
             )
         credentials = grpc.local_server_credentials(_local(address))
-    return AccumulatorServer(
-        _Calls(dict(objects), token), address, token, credentials, options
-    )
+    return AccumulatorServer(dict(objects), address, token, credentials, options)
 
 
 def _local(address: str) -> Any:
     kinds = grpc.LocalConnectionType
-    return kinds.UDS if address.startswith("unix:") else kinds.LOCAL_TCP
+    return kinds.LOCAL_TCP if _path(address) is None else kinds.UDS
 
 
 # --- the processes that connect -------------------------------------------------------
@@ -441,8 +424,7 @@ class AccumulatorClient:
         """For a process that is being started; nothing else may hold the token."""
         processes.assert_spawning(self)
         token, credentials, options = self._rest
-        arguments = self.address, token, credentials, self.timeout, options
-        return AccumulatorClient, arguments
+        return type(self), (self.address, token, credentials, self.timeout, options)
 
     def _new_channel(self) -> Any:
         _, credentials, options = self._rest
@@ -488,11 +470,9 @@ class AccumulatorClient:
     def _check_owner(self) -> None:
         """Refuse a Unix socket that another user listens at."""
         path = _path(self.address)
-        try:
-            owner = os.geteuid() if path is None else os.stat(path).st_uid
-        except OSError:
+        if path is None or not os.path.exists(path):
             return  # gRPC says that nobody listens
-        if path is not None and owner != os.geteuid():
+        if (owner := os.stat(path).st_uid) != os.geteuid():
             raise PermissionError(
                 f"{path} belongs to user {owner}, not to {os.geteuid()}: only servers of "
                 "the same user are used at a Unix socket; use a port, and credentials"
