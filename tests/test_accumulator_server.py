@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from concurrent import futures
 
 import grpc
@@ -58,6 +59,9 @@ class Box:
 
     def echo(self, value):
         return value
+
+    def leave(self):
+        sys.exit("not from here")
 
     def _hidden(self):
         return "secret"
@@ -145,6 +149,8 @@ def test_the_same_methods_and_errors(served):
         jax.jit(remote_means.apply_grad)(jnp.ones(2))
     assert client["box"].put(item="a") == 1
     assert client["box"].put(item="b") == 2
+    with pytest.raises(RuntimeError, match="SystemExit: not from here"):
+        client["box"].leave()
     with pytest.raises(AttributeError):
         client["box"]._hidden()
     with pytest.raises(KeyError, match=r"'tables' is not served; there are \['box', 'm"):
@@ -296,6 +302,13 @@ def test_large_messages_and_other_versions_are_errors_that_say_so(served):
         box.put(item=large)
         with pytest.raises(js.InvalidArgumentError, match="larger"):
             box.echo(large)
+    sums = SparseConditionalAccumulator("float32")
+    with serve({"sums": sums}) as server:
+        remote = connect(server.address, options=small)["sums"]
+        remote.apply_grad([1, 2, 3], np.ones((3, 100), "f4"))
+        with pytest.raises(js.InvalidArgumentError, match="3 rows of 408 bytes are larger"):
+            remote.take_grad(1)
+        assert remote.num_accumulated() == 1  # nothing is lost
 
 
 class Trap:
@@ -314,6 +327,16 @@ def test_a_pickle_is_refused_and_does_not_run(served, tmp_path):
     head = len(message).to_bytes(4, "little")
     for sent in (message, head + message, (2).to_bytes(4, "little") + b"{}" + message):
         assert b"trap" not in (answer := raw(server, sent)) and b"Error" in answer
+    # Nor does it in a client, whose server has been replaced.
+    handler = grpc.unary_unary_rpc_method_handler(lambda request, context: message)
+    handlers = [types.SimpleNamespace(service=lambda details: handler)]
+    other = grpc.server(futures.ThreadPoolExecutor(1), handlers=handlers)
+    local = grpc.local_server_credentials(grpc.LocalConnectionType.UDS)
+    other.add_secure_port(f"unix:{tmp_path}/socket", local)
+    other.start()
+    with pytest.raises(UnavailableError, match="no answer from unix:"):
+        connect(f"unix:{tmp_path}/socket")
+    other.stop(None).wait()
     assert not (tmp_path / "trap").exists()
     pickle.loads(message).close()
     assert (tmp_path / "trap").exists()  # it would have

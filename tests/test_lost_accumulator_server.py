@@ -126,7 +126,7 @@ def assert_lost(call, address, timeout):
     """It ended in time and in an error that names the server and says what to do."""
     assert call.ended().seconds < timeout + SLACK
     assert isinstance(call.error, UnavailableError), call.error
-    assert str(address) in str(call.error)
+    assert address in str(call.error)
 
 
 # --- the server -----------------------------------------------------------------------
@@ -243,28 +243,21 @@ def trickle(end, data):
         time.sleep(0.05)
 
 
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # the first frame of HTTP/2, empty
 STRANGERS = {
     "silent": lambda end: end.recv(1) and end.recv(1),
     "hangs up": lambda end: end.close(),
     "another protocol": lambda end: end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-    "a huge message": lambda end: end.sendall(b"M" + 8 * b"\xff"),
-    "no challenge": lambda end: end.sendall(b"M" + (3).to_bytes(8) + b"abc"),
-    "beats": lambda end: end.sendall(1000 * b"."),
-    "slow": lambda end: trickle(end, b"M" + (99).to_bytes(8) + 99 * b"x"),
+    "greets and is silent": lambda end: end.sendall(SETTINGS) or time.sleep(5),
+    "a huge frame": lambda end: end.sendall(SETTINGS + 3 * b"\xff" + bytes(6)),
+    "slow": lambda end: trickle(end, 99 * SETTINGS),
 }
 
 
 @pytest.mark.parametrize(["how"], quick_but(STRANGERS, "slow"))
 def test_who_listens_is_no_server(how):
     with listening(STRANGERS[how]) as address:
-        call = Call(connect, address, TOKEN, timeout=1)
-        if how == "no challenge":  # Python from 3.12 on calls it a wrong key
-            assert str(address) in str(call.ended().error)
-            assert isinstance(
-                call.error, UnavailableError | multiprocessing.AuthenticationError
-            )
-        else:
-            assert_lost(call, address, 1)
+        assert_lost(Call(connect, address, TOKEN, timeout=1), address, 1)
 
 
 def to(address):
@@ -343,11 +336,11 @@ STRANGE_ANSWERS = {
     "half": lambda end, data: end.sendall(data[: len(data) // 2]),
     "no message": lambda end, data: end.sendall(b"x" + data),
     "no answer": lambda end, data: end.sendall(data[:9] + bytes(len(data) - 9)),
-    "beats alone": lambda end, data: trickle(end, 1000 * b"."),
+    "greetings alone": lambda end, data: trickle(end, 100 * SETTINGS),
 }
 
 
-@pytest.mark.parametrize(["how"], quick_but(STRANGE_ANSWERS, "half", "beats alone"))
+@pytest.mark.parametrize(["how"], quick_but(STRANGE_ANSWERS, "half", "greetings alone"))
 def test_strange_answers(served, how):
     server, sums = served
     network = Network(server.address)
@@ -357,7 +350,7 @@ def test_strange_answers(served, how):
         remote.num_stale()
         network.to_client = STRANGE_ANSWERS[how]
         began = time.monotonic()
-        with pytest.raises(UnavailableError, match=re.escape(str(address))):
+        with pytest.raises(UnavailableError, match=re.escape(address)):
             remote.take_grad(1, timeout=0)
         assert time.monotonic() - began < 1 + SLACK
 

@@ -223,7 +223,7 @@ class RowMethods:
         has_64_bits = jax.config.read("jax_enable_x64")
         index_type: np.dtype = np.dtype(np.int64 if has_64_bits else np.int32)
         largest = int(np.iinfo(index_type).max)
-        taken = self._take_within(num_required, timeout, size, largest)
+        taken = self._take_within(num_required, timeout, max_rows=size, max_index=largest)
         shape = None if taken.shape[0] < 0 else tuple(int(n) for n in taken.shape)
         values, indices = taken.values, taken.indices.astype(index_type)
         if size is not None and (missing := size - indices.size):
@@ -342,6 +342,7 @@ class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
         timeout: float | None,
         max_rows: int | None = None,
         max_index: int | None = None,
+        max_bytes: int = -1,
     ) -> SparseAccumulatorTakeGradient:
         """Take, but nothing that is more than the taker can hold."""
 
@@ -356,6 +357,12 @@ class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
                 raise InvalidArgumentError(
                     f"take_indexed_slices_grad(size={max_rows}): {rows.size} rows have "
                     f"been accumulated; pass size={rows.size} or more, or leave size out"
+                )
+            row_bytes = 8 + store.sums.nbytes // max(1, store.counts.size)
+            if 0 <= max_bytes < rows.size * row_bytes + 1000:
+                raise InvalidArgumentError(
+                    f"{rows.size} rows of {row_bytes} bytes are larger than a message may "
+                    "be; take more often, or in the process that serves"
                 )
 
         number = _gradients.positive(num_required)

@@ -77,8 +77,7 @@ def _options(seconds: float, more: Options) -> Options:
 class RemoteObject:
     """A stand-in for an object of another process, with its public methods."""
 
-    methods: tuple[str, ...] | None = None  # that are served; None: all public ones
-    within = math.inf  # seconds, for an answer
+    _within = math.inf  # seconds, for an answer
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client = client
@@ -87,7 +86,7 @@ class RemoteObject:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return functools.partial(self._call, method, self.within)
+        return functools.partial(self._call, method, self._within)
 
     def _call(
         self, method: str, within: float, /, *arguments: object, **options: object
@@ -110,14 +109,7 @@ class RemoteAccumulator(RemoteObject):
     waits to take takes nothing.
     """
 
-    methods: tuple[str, ...] = (
-        *("apply_grad", "take_grad", "num_accumulated", "num_stale", "num_waiting"),
-        *("global_step", "set_global_step", "close"),
-    )
-    within = 0.0
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *RemoteAccumulator.methods]
+    _within = 0.0
 
     def take_grad(
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
@@ -130,13 +122,12 @@ class RemoteAccumulator(RemoteObject):
 class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
     """The same for a :class:`jslices.accumulators.SparseConditionalAccumulator`."""
 
-    methods = (*RemoteAccumulator.methods, "_take_within")
-
     def _take_within(
-        self, num_required: int, timeout: float | None, *limits: int | None
+        self, num_required: int, timeout: float | None, **limits: int | None
     ) -> SparseAccumulatorTakeGradient:
         within = math.inf if timeout is None else timeout
-        taken = self._call("_take_within", within, num_required, timeout, *limits)
+        limits["max_bytes"] = self._client._max_bytes
+        taken = self._call("_take_within", within, num_required, timeout, **limits)
         return SparseAccumulatorTakeGradient(*taken)
 
 
@@ -238,7 +229,7 @@ class AccumulatorServer:
                 kinds = {name: _kind_of(thing) for name, thing in self._objects.items()}
                 return pack([None, kinds])
             return pack([None, self._method(name, method)(*arguments, **options)])
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: somebody waits for an answer
             is_text = len(error.args) == 1 and isinstance(error.args[0], str)
             text = error.args[0] if is_text else str(error)
             return pack([[type(error).__name__, text], None])
@@ -248,8 +239,7 @@ class AccumulatorServer:
         if name not in self._objects:
             raise KeyError(f"{name!r} is not served; there are {sorted(self._objects)}")
         thing = self._objects[name]
-        served = _KINDS[_kind_of(thing)].methods
-        if method.startswith("_") if served is None else method not in served:
+        if method.startswith("_") and method != "_take_within":
             raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
         return getattr(thing, method)
 
@@ -409,6 +399,9 @@ class AccumulatorClient:
     ) -> None:
         self.address, self.timeout = address, timeout
         self._rest = token, credentials, options
+        self._max_bytes = dict(_options(timeout, options))[
+            "grpc.max_receive_message_length"
+        ]
         self._process = os.getpid()
         self._lock = threading.Lock()  # of the channel
         self._channel = self._new_channel()
