@@ -43,6 +43,7 @@ except ImportError:
 #: Options of gRPC, ``("grpc.max_receive_message_length", 1 << 20)``.
 Options = Sequence[tuple[str, Any]]
 
+_LIMIT = "grpc.max_receive_message_length"
 _METHOD = "/jslices.accumulators/1"  # its end is the version of messages
 _CLIENT_SECONDS = 60.0  # without a sign of life, after which a server gives a client up
 _SLOWEST = 1_000_000  # bytes of a message in a second
@@ -54,7 +55,7 @@ def _options(seconds: float, more: Options) -> Options:
     half = int(seconds * 500)  # milliseconds until a ping, and again until its answer
     options = {
         "grpc.max_send_message_length": 2**31 - 1,
-        "grpc.max_receive_message_length": 2**31 - 1,
+        _LIMIT: 2**31 - 1,
         "grpc.keepalive_time_ms": half,
         "grpc.keepalive_timeout_ms": half,  # of sent bytes, at a port
         "grpc.http2.ping_timeout_ms": half,
@@ -126,7 +127,7 @@ class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
         self, num_required: int, timeout: float | None, **limits: int | None
     ) -> SparseAccumulatorTakeGradient:
         within = math.inf if timeout is None else timeout
-        limits["max_bytes"] = self._client._max_bytes
+        limits["max_bytes"] = dict(self._client._options)[_LIMIT]
         taken = self._call("_take_within", within, num_required, timeout, **limits)
         return SparseAccumulatorTakeGradient(*taken)
 
@@ -398,10 +399,8 @@ class AccumulatorClient:
         self, address: str, token: str, credentials: Any, timeout: float, options: Options
     ) -> None:
         self.address, self.timeout = address, timeout
-        self._rest = token, credentials, options
-        self._max_bytes = dict(_options(timeout, options))[
-            "grpc.max_receive_message_length"
-        ]
+        self._token, self._credentials = token, credentials
+        self._options = _options(timeout, options)
         self._process = os.getpid()
         self._lock = threading.Lock()  # of the channel
         self._channel = self._new_channel()
@@ -416,15 +415,12 @@ class AccumulatorClient:
     def __reduce__(self) -> Any:
         """For a process that is being started; nothing else may hold the token."""
         processes.assert_spawning(self)
-        token, credentials, options = self._rest
-        return type(self), (self.address, token, credentials, self.timeout, options)
+        private = self._token, self._credentials
+        return type(self), (self.address, *private, self.timeout, self._options)
 
     def _new_channel(self) -> Any:
-        _, credentials, options = self._rest
-        if credentials is None:
-            credentials = grpc.local_channel_credentials(_local(self.address))
-        options = _options(self.timeout, options)
-        return grpc.secure_channel(self.address, credentials, options)
+        local = grpc.local_channel_credentials(_local(self.address))
+        return grpc.secure_channel(self.address, self._credentials or local, self._options)
 
     def _call(
         self,
@@ -443,8 +439,8 @@ class AccumulatorClient:
             )
         self._check_owner()
         within = max(0.0, within) + self.timeout + len(request) / _SLOWEST
-        token, channel = self._rest[0], self._channel
-        metadata = [("authorization", f"Bearer {token}")] if token else None
+        channel = self._channel
+        metadata = [("authorization", f"Bearer {self._token}")] if self._token else None
         try:
             call = channel.unary_unary(_METHOD).future(request, metadata=metadata)
             try:
@@ -463,9 +459,11 @@ class AccumulatorClient:
     def _check_owner(self) -> None:
         """Refuse a Unix socket that another user listens at."""
         path = _path(self.address)
-        if path is None or not os.path.exists(path):
+        try:
+            owner = os.stat(path).st_uid if path else None
+        except FileNotFoundError:
             return  # gRPC says that nobody listens
-        if (owner := os.stat(path).st_uid) != os.geteuid():
+        if path and owner != os.geteuid():
             raise PermissionError(
                 f"{path} belongs to user {owner}, not to {os.geteuid()}: only servers of "
                 "the same user are used at a Unix socket; use a port, and credentials"
@@ -473,7 +471,7 @@ class AccumulatorClient:
 
     def _lost(self, error: Any, method: str, channel: Any) -> Exception:
         """What to raise, as there is no answer that can be read."""
-        code, details = type(error).__name__, str(error)
+        code, details = type(error).__name__, str(error) or "none in time"
         if isinstance(error, grpc.RpcError):
             code, details = error.code().name, error.details()
         problem = f"the server at {self.address}: {details}"
