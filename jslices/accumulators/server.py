@@ -17,6 +17,7 @@ import socket
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from multiprocessing import context as processes
@@ -187,8 +188,11 @@ class AccumulatorServer:
     ) -> None:
         self.token = token
         self._objects = objects
-        options = _options(_CLIENT_SECONDS, options)
-        self._server = grpc.server(_Threads(), handlers=[self], options=options)
+        self._server = grpc.server(
+            _Threads(),
+            handlers=[types.SimpleNamespace(service=self._handler)],
+            options=_options(_CLIENT_SECONDS, options),
+        )
         port = _listen(self._server, address, credentials)
         is_port = _path(address) is None
         self.address = f"{address.rpartition(':')[0]}:{port}" if is_port else address
@@ -208,8 +212,8 @@ class AccumulatorServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def service(self, details: Any) -> Any:
-        """Find the handler of a call from its method and metadata: gRPC calls this."""
+    def _handler(self, details: Any) -> Any:
+        """Find the handler of a call from its method and metadata."""
         sent = dict(details.invocation_metadata).get("authorization", "")
         if self.token and not hmac.compare_digest(sent, f"Bearer {self.token}"):
             return _refusal("UNAUTHENTICATED", "the token is missing, or another one")
