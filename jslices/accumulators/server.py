@@ -10,7 +10,6 @@ import builtins
 import errno
 import functools
 import hmac
-import math
 import os
 import secrets
 import socket
@@ -79,7 +78,7 @@ def _options(seconds: float, more: Options) -> Options:
 class RemoteObject:
     """A stand-in for an object of another process, with its public methods."""
 
-    _within = math.inf  # seconds, for an answer
+    _within: float | None = None  # seconds, for an answer
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client = client
@@ -91,9 +90,9 @@ class RemoteObject:
         return functools.partial(self._call, method, self._within)
 
     def _call(
-        self, method: str, within: float, /, *arguments: object, **options: object
+        self, method: str, within: float | None, /, *arguments: object, **options: object
     ) -> Any:
-        """Have a method called, which answers within so many seconds."""
+        """Have a method called, which answers within so many seconds, or may wait."""
         for argument in (*arguments, *options.values()):
             refuse_tracer(f"an argument of {method}", argument)
         return self._client._call(self._name, method, arguments, options, within)
@@ -117,8 +116,7 @@ class RemoteAccumulator(RemoteObject):
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
     ) -> Any:
         """As in the accumulator."""
-        within = math.inf if timeout is None else timeout
-        return self._call("take_grad", within, num_required, timeout=timeout)
+        return self._call("take_grad", timeout, num_required, timeout=timeout)
 
 
 class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
@@ -127,9 +125,8 @@ class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
     def _take_within(
         self, num_required: int, timeout: float | None, **limits: int | None
     ) -> SparseAccumulatorTakeGradient:
-        within = math.inf if timeout is None else timeout
         limits["max_bytes"] = dict(self._client._options)[_LIMIT]
-        taken = self._call("_take_within", within, num_required, timeout, **limits)
+        taken = self._call("_take_within", timeout, num_required, timeout, **limits)
         return SparseAccumulatorTakeGradient(*taken)
 
 
@@ -432,7 +429,7 @@ class AccumulatorClient:
         method: str,
         arguments: tuple[object, ...],
         options: Mapping[str, object],
-        within: float,
+        within: float | None,
     ) -> Any:
         """Send a call and wait for the answer, at most ``within`` seconds and timeout."""
         request = pack([name, method, list(arguments), dict(options)])
@@ -442,7 +439,9 @@ class AccumulatorClient:
                 "start it with multiprocessing.get_context('spawn')"
             )
         self._check_owner()
-        within = max(0.0, within) + self.timeout + len(request) / _SLOWEST
+        if within is not None:
+            within = max(0.0, within) + self.timeout + len(request) / _SLOWEST
+            within = min(within, threading.TIMEOUT_MAX)
         channel = self._channel
         metadata = [("authorization", f"Bearer {self._token}")] if self._token else None
         try:
@@ -450,7 +449,7 @@ class AccumulatorClient:
             try:
                 # Not gRPC's deadline: at a Unix socket whose buffer a frozen server does
                 # not empty, neither it nor a ping ends a call.
-                answer = call.result(within if within < _LONGEST_SECONDS else None)
+                answer = call.result(within)
             finally:
                 call.cancel()
             problem, result = unpack(answer)
