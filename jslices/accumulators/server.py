@@ -10,6 +10,7 @@ import builtins
 import errno
 import functools
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -200,7 +201,8 @@ class AccumulatorServer:
     def close(self) -> None:
         """Stops serving; clients get an UnavailableError. The objects live on here."""
         if self in _open and self._process == os.getpid():  # not in a fork
-            self._server.stop(None).wait()
+            # Not None: it waits for a frozen client to read what has been sent to it.
+            self._server.stop(0).wait(5)
             _open.discard(self)
 
     def __enter__(self) -> "AccumulatorServer":
@@ -441,23 +443,34 @@ class AccumulatorClient:
         self._check_owner()
         if within is not None:
             within = max(0.0, within) + self.timeout + len(request) / _SLOWEST
-            within = min(within, threading.TIMEOUT_MAX)
         channel = self._channel
         metadata = [("authorization", f"Bearer {self._token}")] if self._token else None
         try:
             call = channel.unary_unary(_METHOD).future(request, metadata=metadata)
             try:
-                # Not gRPC's deadline: at a Unix socket whose buffer a frozen server does
-                # not empty, neither it nor a ping ends a call.
-                answer = call.result(within)
+                problem, result = unpack(self._wait(call, channel, within))
             finally:
                 call.cancel()
-            problem, result = unpack(answer)
         except Exception as error:
             raise self._lost(error, method, channel) from error
         if problem is not None:
             raise _error(*problem)
         return result
+
+    def _wait(self, call: Any, channel: Any, within: float | None) -> bytes:
+        """Wait for an answer, unless another call has given the channel up.
+
+        At a Unix socket whose buffer a frozen server does not empty, neither a deadline of
+        gRPC nor a ping nor the end of the channel ends a call.
+        """
+        end = math.inf if within is None else time.monotonic() + within
+        while True:
+            left = end - time.monotonic()
+            try:
+                return call.result(min(left, self.timeout / 2))
+            except grpc.FutureTimeoutError:
+                if left <= self.timeout / 2 or self._channel is not channel:
+                    raise
 
     def _check_owner(self) -> None:
         """Refuse a Unix socket that another user listens at."""
