@@ -386,6 +386,32 @@ def test_no_gradient_is_lost_or_counted_twice_when_the_server_freezes_now_and_th
 # --- the clients ----------------------------------------------------------------------
 
 
+TAKER = """
+import sys
+from jslices.accumulators import connect
+connect(*sys.argv[1:])["means"].take_grad(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_closes_though_a_frozen_client_reads_nothing():
+    means = ConditionalAccumulator("float32")
+    with serve({"means": means}, token=TOKEN) as server:
+        command = [sys.executable, "-c", TAKER, server.address, TOKEN]
+        client = subprocess.Popen(command, cwd=ROOT)
+        try:
+            until(means.num_waiting)
+            os.kill(client.pid, signal.SIGSTOP)
+            means.apply_grad(np.ones(5_000_000, "f4"))
+            until(lambda: not means.num_waiting())
+            began = time.monotonic()
+            server.close()
+            assert time.monotonic() - began < 5 + SLACK
+        finally:
+            client.kill()
+            client.wait()
+
+
 def test_silent_connections_hold_no_threads_and_keep_nobody_out(served):
     server, _ = served
     before = threading.active_count()
