@@ -430,7 +430,8 @@ def functions_behind(eqn: Equation) -> frozenset[Any]:
     """
     functions: set[Any] = set()
     seen: set[int] = set()
-    left = [*parameters(eqn).values(), *vars(eqn.params.get("_prim", Primitive)).values()]
+    called = vars(eqn.params["_prim"]) if "_prim" in eqn.params else {}
+    left = [*parameters(eqn).values(), *called.values()]
     while left:
         x = left.pop()
         if id(x) in seen:
@@ -446,16 +447,10 @@ def functions_behind(eqn: Equation) -> frozenset[Any]:
                 left.append(x.cell_contents)
         elif isinstance(x, linear_util.WrappedFun):
             left += [x.f, getattr(x, "f_transformed", None)]
-        elif isinstance(x, jax.custom_jvp | jax.custom_vjp):
-            left += vars(x).values()
         elif isinstance(x, functools.partial):
-            left += [x.func, *x.args, *x.keywords.values()]
-        elif isinstance(x, types.MethodType):
-            left += [x.__func__, x.__self__]
+            left += [x.func, *x.args]
         elif isinstance(x, tuple | list):
             left += x
-        elif hasattr(x, "__wrapped__"):
-            left.append(x.__wrapped__)
     return frozenset(functions)
 
 
