@@ -8,8 +8,8 @@ workers, no matter who sent them; it steps, and publishes the new parameters. A 
 computed on older ones is dropped. Nothing waits for a worker that is slow or dead: a worker
 that sees no new parameters for a moment computes another gradient on those that it has.
 
-For workers on other machines: serve at ``("0.0.0.0", port)`` and run ``work`` there with
-the address and the key.
+For workers on other machines: serve at ``"0.0.0.0:5000"`` with certificates, and run
+``work`` there with the address, the token and the certificate (docs/workers.md).
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Parameters:
             return None if self._done else self._latest
 
 
-def work(index, address, authkey, options):
+def work(index, address, token, options):
     """What a worker does: read, compute, apply, until the chief is done or gone."""
     data = skipgram.make_data(read_corpus(options.text, options.words), options.seed)
     key = jax.random.fold_in(jax.random.key(options.seed + 1), index)
@@ -64,7 +64,7 @@ def work(index, address, authkey, options):
         grads = js.grad(skipgram.loss)(params, *batch)
         return jax.tree.map(lambda g: g.coalesce(), grads, is_leaf=js.is_slices)
 
-    chief = js.accumulators.connect(address, authkey)
+    chief = js.accumulators.connect(address, token)
     parameters, sums = chief["parameters"], {k: chief[k] for k in ("near", "far")}
     step, number = -1, 0
     try:
@@ -73,7 +73,7 @@ def work(index, address, authkey, options):
             for name, grad in gradients(params, number).items():
                 sums[name].apply_indexed_slices_grad(grad, local_step=step)
             number += 1
-    except (EOFError, ConnectionError):
+    except ConnectionError:
         print(f"worker {index}: the chief is gone", flush=True)
 
 
@@ -108,7 +108,7 @@ def train(options, params):
         spawn = multiprocessing.get_context("spawn")
         workers = [
             spawn.Process(
-                target=work, args=(i, server.address, server.authkey, options), daemon=True
+                target=work, args=(i, server.address, server.token, options), daemon=True
             )
             for i in range(options.workers)
         ]

@@ -9,8 +9,8 @@ import math
 import numbers
 import reprlib
 import types
-from collections.abc import Mapping
-from typing import Annotated, Any, Protocol, Union, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Protocol, TypeGuard, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -182,11 +182,15 @@ def is_number(value: object, integer: bool = False) -> bool:
     """Whether it is one real number, or an array ``[]`` of one; an int, if ``integer``."""
     if isinstance(value, bool):
         return False
-    if integer:
-        return isinstance(value, int | np.integer)
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return is_real(value.dtype) and np.ndim(value) == 0
-    return isinstance(value, int | float)
+        fits = jnp.issubdtype(value.dtype, jnp.integer) or not integer
+        return fits and is_real(value.dtype) and np.ndim(value) == 0
+    return isinstance(value, int if integer else int | float)
+
+
+def is_function(x: object) -> TypeGuard[Callable[..., Any]]:
+    """True for a function; not for a module, of bools for example, that can be called."""
+    return callable(x) and all(map(callable, jax.tree.leaves(x)))
 
 
 def is_real(dtype: Any) -> bool:

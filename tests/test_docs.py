@@ -30,6 +30,7 @@ ELSEWHERE = {
     "models/linen.md": "tests/test_model_pages.py",
     "models/nnx.md": "tests/test_model_pages.py",
     "moving.md": "tests/test_moving.py",
+    "workers.md": "tests/test_accumulator_server.py",
 }
 ALONE = {"speed.md": "keep_memory is for the whole process"}
 # Half of the time of all pages: in CI alone.

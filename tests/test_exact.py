@@ -76,7 +76,7 @@ def train_dense(tx, start=START):
 def catch_up_and_step(tx, params, state, ids, rows):
     """One step of a program that trains with ``untouched="exact"``."""
     params, state = tx.catch_up(params, state, ids)
-    grads = js.IndexedSlices(rows, ids, params.shape)
+    grads = js.IndexedSlices(rows.astype(params.dtype), ids, params.shape)
     updates, state = tx.update(grads, state, params)
     return js.apply_updates(params, updates), state
 
@@ -91,9 +91,9 @@ def compiled(tx):
 ADAM = js.adam(0.1, untouched="exact")
 
 
-def train_rows(tx, jit=fast_jit):
+def train_rows(tx, jit=fast_jit, start=START):
     step = lambda carry, batch: (catch_up_and_step(tx, *carry, *batch), None)  # noqa: E731
-    run = lambda: jax.lax.scan(step, (START, tx.init(START)), (IDS, ROWS))[0]  # noqa: E731
+    run = lambda: jax.lax.scan(step, (start, tx.init(start)), (IDS, ROWS))[0]  # noqa: E731
     return jit(run)()
 
 
@@ -120,6 +120,55 @@ def test_equals_dense_optax(name, kwargs, tolerance, rate):
     # Up to date: flushing once more changes nothing, to the bit.
     again, _ = flush(params, state)
     np.testing.assert_array_equal(again, params)
+
+
+# With an eps that is nothing against the root: what it adds is not closed.
+NO_EPS = {"eps": 1e-16}
+WIDE = [
+    ("sgd", {"momentum": 0.9, "nesterov": True}, COSINE),
+    ("adam", NO_EPS, 0.1),
+    ("adamw", {**NO_EPS, "weight_decay": 0.1}, COSINE),
+    ("adamw", {**NO_EPS, "weight_decay": COSINE, "nesterov": True}, 0.1),
+    ("amsgrad", {}, COSINE),
+    ("lion", {"weight_decay": 0.1}, COSINE),
+    ("rmsprop", {"momentum": 0.9}, 0.1),
+    ("adadelta", {"rho": 0.8}, COSINE),
+    ("partial_rowwise_adam", NO_EPS, COSINE),
+    ("proximal_adagrad", {"l2_regularization_strength": 0.05}, 0.1),
+]
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, rate",
+    slow_unless(WIDE, lambda case: case[0] == "adam" or "momentum" in case[1]),
+    ids=label,
+)
+def test_tables_of_64_bits_are_exact_to_64_bits(name, kwargs, rate):
+    tx = getattr(js, name)(rate, untouched="exact", **kwargs)
+    dense = getattr(optax if hasattr(optax, name) else js, name)(rate, **kwargs)
+    with jax.enable_x64(True):
+        start = START.astype(jnp.float64)
+        params, _ = fast_jit(tx.flush)(*train_rows(tx, start=start))
+        assert params.dtype == jnp.float64
+        assert relative_error(params, train_dense(dense, start)) < 1e-12
+
+
+def test_tables_of_32_and_64_bits_in_one_tree():
+    tx, few = js.adam(COSINE, untouched="exact", **NO_EPS), slice(6)
+
+    def step(carry, batch):
+        ids, rows = batch
+        params, state = tx.catch_up(*carry, dict.fromkeys(carry[0], ids))
+        grad = lambda p: js.IndexedSlices(rows.astype(p.dtype), ids, p.shape)  # noqa: E731
+        return tx.apply(jax.tree.map(grad, params), state, params), None
+
+    with jax.enable_x64(True):
+        params = {"wide": START.astype(jnp.float64), "narrow": START}
+        state, dtypes = tx.init(params), functools.partial(jax.tree.map, lambda x: x.dtype)
+        run = lambda *carry: jax.lax.scan(step, carry, (IDS[few], ROWS[few]))[0]  # noqa: E731
+        new, new_state = fast_jit(lambda *carry: tx.flush(*run(*carry)))(params, state)
+        assert dtypes(new_state) == dtypes(state) and dtypes(new) == dtypes(params)
+        assert_close(new["narrow"], new["wide"].astype(jnp.float32), 1e-5, 1e-5)
 
 
 def test_lazy_does_not():

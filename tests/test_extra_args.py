@@ -63,6 +63,18 @@ def test_the_value_of_the_loss_arrives(tx):
         tx.update(GRADS, state, params)
 
 
+@pytest.mark.parametrize("tx", [js.optim.chain(optax.scale_by_polyak(1.0)), SLOWER])
+def test_combinators_of_optax_hand_the_loss_over(tx):
+    combined = optax.chain(optax.named_chain(("inner", tx)))
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    outer, inner = combined.init(PARAMS), tx.init(PARAMS)
+    for value in (3.0, 4.0, 5.0):
+        got, outer = combined.update(grads, outer, PARAMS, value=value)
+        wanted, inner = tx.update(grads, inner, PARAMS, value=value)
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert isinstance(tx, js.GradientTransformation)
+
+
 def test_extra_arguments_outside_of_jit():
     for name, kwargs in [("sgd", {}), ("adam", {"untouched": "exact"}), ("lamb", {})]:
         for rate in (0.1, SCHEDULE):

@@ -729,3 +729,22 @@ def test_the_published_model_gives_the_published_slices(name):
         np.testing.assert_allclose(
             grads["embeddings"].values, case["blog_printed_grad_step2"], atol=1e-6
         )
+
+
+def test_constants_are_arrays():
+    """Of a program they are literals, of types that only JAX knows."""
+    numbers = [jnp.array(-1.0), jnp.array(3), jnp.array(True), jnp.array(2j), np.float32(1)]
+    both = [
+        jax.tree.leaves(
+            (m.value_and_grad(f, has_aux=True)(x)[0], m.vjp(g, x, has_aux=True)[::2])
+        )
+        for m, f, g in (
+            (m, lambda x: (jnp.array(2.0), numbers), lambda x: ([x, *numbers], numbers))
+            for m in (jax, js)
+        )
+        for x in [jnp.ones(3)]
+    ]
+    for wanted, got in zip(*both, strict=True):
+        assert isinstance(got, jax.Array | np.generic), type(got)
+        assert jax.typeof(got) == jax.typeof(wanted)
+        np.testing.assert_array_equal(got, wanted)

@@ -56,6 +56,10 @@ COMBINATIONS = {
         ADAM,
     ),
     "inject_hyperparams": (optax.inject_hyperparams(js.adam)(learning_rate=0.1), ADAM),
+    "inject_into_adafactor": (
+        optax.inject_hyperparams(js.adafactor, static_args="min_dim_size_to_factor")(0.1),
+        js.adafactor(0.1),
+    ),
     "inject_a_schedule": (
         optax.inject_hyperparams(js.sgd)(learning_rate=RATE, momentum=0.9),
         js.sgd(RATE, momentum=0.9),
@@ -211,3 +215,12 @@ def test_norms_of_optax_are_refused(call):
         with pytest.raises(TypeError, match=message):
             f(grads_of(0))
     assert js.global_norm(grads_of(0)) == optax.tree.norm(dense(grads_of(0)))
+
+
+def test_sizes_that_are_injected_are_known_outside_of_jit_alone():
+    tx = optax.inject_hyperparams(js.adafactor)(0.1)
+    params, state = jax.tree.map(jnp.ones_like, PARAMS), tx.init(PARAMS)
+    wanted, _ = js.adafactor(0.1).update(params, js.adafactor(0.1).init(PARAMS), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, tx.update(params, state, PARAMS)[0], wanted)
+    with pytest.raises(TypeError, match=r'static_args=\("min_dim_size_to_factor",\)'):
+        jax.jit(tx.update)(params, state, PARAMS)

@@ -124,6 +124,13 @@ def test_errors_of_mask():
         js.mask_rows(jnp.float32(1), KEEP)
 
 
+@pytest.mark.parametrize("touched", [np.array([1]), {"t": jnp.array([1])}, True])
+def test_projection_refuses_row_numbers(touched):
+    params = {"t": jnp.ones((5, D))} if isinstance(touched, dict) else jnp.ones((5, D))
+    with pytest.raises(TypeError, match=r"updates or gradients.*type jslices.IndexedSl"):
+        js.project_rows(params, touched, 1.0)
+
+
 project = fast_jit(js.project_rows)
 
 

@@ -313,3 +313,54 @@ def test_nnx_through_orbax(kind, tmp_path):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         assert a.dtype == b.dtype and bool((a == b).all())
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        js.adam(lambda count: 0.1 / (count + 1), untouched="exact"),
+        js.partial_rowwise_adam(0.1),
+        js.rowwise_adagrad(0.1),
+        js.adafactor(0.1, min_dim_size_to_factor=1),
+        js.adafactor(0.1),
+    ],
+    ids=["exact", "partial", "rowwise", "factored", "whole"],
+)
+def test_state_of_boxed_parameters_names_the_axes_it_has(tx):
+    nn = pytest.importorskip("flax.linen")
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    box = functools.partial(nn.with_partitioning, lambda key, shape: jnp.ones(shape))
+    names = {"t": ("x", "y"), "square": ("x", "y"), "b": ("x",)}
+    shapes = {"t": (V - 2, D), "square": (D, D), "b": (D,)}
+    params = {k: box(names[k])(None, shapes[k]) for k in names}
+
+    def loss(params, ids):
+        p = nn.meta.unbox(params)
+        return ((p["t"][ids] @ p["square"] + p["b"][None]) ** 2).mean()
+
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = nn.get_partition_spec(jax.eval_shape(tx.init, params))
+    is_spec = lambda x: isinstance(x, jax.P)  # noqa: E731
+    split = jax.tree.map(lambda x: jax.NamedSharding(mesh, x), specs, is_leaf=is_spec)
+    state = jax.jit(tx.init, out_shardings=split)(params)
+    for x in jax.tree.leaves(state):
+        assert len(x.sharding.spec) <= x.ndim
+    if hasattr(specs, "v_row"):
+        factored = specs.v == dict.fromkeys(names, jax.P()) | {"b": jax.P("x")}
+        rows, columns = (jax.P("y"), jax.P("x")) if factored else (jax.P(), jax.P())
+        assert (specs.v_row["t"], specs.v_col["t"]) == (rows, columns)
+        assert (specs.v_row["square"], specs.v_col["square"]) == (columns, rows)
+    else:
+        numbers = specs.sum_of_squares if hasattr(specs, "sum_of_squares") else specs.nu
+        numbers = specs.clock.last if tx.catches_up else numbers
+        assert numbers["t"] == numbers["b"] == jax.P("x")
+
+    step = jax.jit(js.optim.exact_step(loss, tx))
+    new, new_state, _ = step(params, state, jnp.array([1, 3]))
+    new, new_state = tx.flush(new, new_state)
+    for x, y in ((new, params), (new_state, state)):
+        assert jax.tree.structure(x) == jax.tree.structure(y)
+    bare = nn.meta.unbox(params)
+    wanted, _, _ = step(bare, tx.init(bare), jnp.array([1, 3]))
+    assert_close(nn.meta.unbox(new), wanted, rtol=1e-5)

@@ -251,3 +251,26 @@ def test_the_step_inside_is_explained():
     for each in (tx, js.optim.masked(js.adam(0.1), {"table": True, "w": False})):
         report = js.explain(loss, optimizer=each)(params, jnp.array([1, 2]))
         assert "2 entries are stepped" in str(report)
+
+
+def test_modules_that_can_be_called_are_masks():
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        table: object
+        bias: object
+
+        def __call__(self, x):
+            raise AssertionError("the model was called")
+
+    params, mask = Model(jnp.ones((4, 2)), jnp.ones(3)), Model(True, False)
+    for name in ("adamw", "lion", "lamb"):
+        kwargs = {"weight_decay": 0.5, "mask": mask}
+        txs = [getattr(module, name)(0.1, **kwargs) for module in (js, optax)]
+        got, wanted = (tx.update(params, tx.init(params), params)[0] for tx in txs)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, wanted)
+    masked = js.optim.masked(js.sgd(0.1), mask)
+    assert (masked.update(params, masked.init(params), params)[0].bias == 1).all()
+    loss = lambda model: model.table[jnp.array([1])].sum() + model.bias.sum()  # noqa: E731
+    grads = js.grad(loss, sparse=Model(False, None))(params)
+    assert not js.is_slices(grads.table)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
-from helpers import slow_unless
+from helpers import assert_close, slow_unless
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -127,6 +127,57 @@ def test_inside_shard_map_state_is_that_of_a_device():
 
     each = jax.shard_map(init, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     assert jax.jit(each)(params["table"]).shape == (V,)
+
+
+RATE = optax.exponential_decay(0.1, 1, 0.5)
+SCHEDULED = {
+    "sgd": js.sgd(RATE),
+    "adamw": js.adamw(RATE, weight_decay=RATE),
+    "adafactor": js.adafactor(RATE, weight_decay_rate=RATE),
+    "ftrl": js.ftrl(RATE),
+    "exact": js.adamw(RATE, weight_decay=RATE, nesterov=True, untouched="exact"),
+    "exact_trace": js.rmsprop(RATE, momentum=0.9, bias_correction=True, untouched="exact"),
+    "injected": optax.inject_hyperparams(js.adam)(RATE),
+}
+
+
+def two_steps(params, jit):
+    """What each optimizer makes of the parameters in two steps, of rows and of arrays."""
+    rows = js.IndexedSlices(np.ones((2, D), np.float32), np.array([1, 5]), (V, D))
+
+    def run(name, params):
+        tx, state = SCHEDULED[name], SCHEDULED[name].init(params)
+        for table in (rows, params["table"]):
+            if hasattr(tx, "catch_up"):
+                params, state = tx.flush(*tx.catch_up(params, state, dict(IDS)))
+            updates, state = tx.update({**params, "table": table}, state, params)
+            params = js.apply_updates(params, updates)
+        return params
+
+    return {
+        name: (jax.jit(run, static_argnums=0) if jit else run)(name, params)
+        for name in SCHEDULED
+    }
+
+
+IDS = {"table": np.array([1, 5]), "bias": True, "w": True}
+
+
+@pytest.mark.parametrize(
+    "kind, jit",
+    slow_unless(
+        [("Explicit", True), ("Explicit", False), ("Auto", True)],
+        lambda case: case == ("Explicit", True),
+    ),
+)
+def test_schedules_on_every_mesh(kind, jit):
+    mesh, params = on_mesh(kind, P("x"))
+    with jax.set_mesh(mesh):
+        found = two_steps(params, jit)
+    assert found["sgd"]["table"].sharding.spec[0] == "x"
+    alone = {name: np.ones(shape, np.float32) for name, shape in PARAMS.items()}
+    wanted = two_steps(alone, True)
+    assert_close(jax.device_get(found), jax.device_get(wanted), rtol=1e-5)
 
 
 # --- rows that devices divide --------------------------------------------------------

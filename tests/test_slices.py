@@ -1,5 +1,9 @@
 """The container: what it is, and its arithmetic."""
 
+import importlib
+import operator
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -48,7 +52,7 @@ def test_attributes(slices):
         len(slices)
     with pytest.raises(AttributeError):
         slices.values = VALUES
-    assert slices == slices and hash(slices) and slices != js.IndexedSlices(VALUES, INDICES)
+    assert hash(slices) == hash(slices) and slices in [slices] and slices != None  # noqa: E711
 
 
 @pytest.mark.parametrize("kind", ["lists", "numpy", "jax"])
@@ -290,3 +294,42 @@ def test_zeros_like_slices_have_no_rows():
     ):
         assert (np.asarray(zeros.indices) < 0).all()
         assert (zeros + slices).coalesce().indices.tolist() == [0, 3, 5, 20, 20, 20]
+
+
+@pytest.mark.parametrize("compare", [operator.eq, operator.ne, operator.lt])
+@pytest.mark.parametrize("other", [0, np.zeros((5, 2)), np.float32(0), "slices"])
+def test_comparisons_are_refused(slices, compare, other):
+    other = js.IndexedSlices(VALUES, INDICES, (5, 2)) if isinstance(other, str) else other
+    for pair in ((slices, other), (other, slices)):
+        with pytest.raises(TypeError, match=r"no slices [<=>!]+ x.*type slices.to_dense"):
+            compare(*pair)
+
+
+MAPPED = [
+    (jnp.ones_like, "jslices.tree.map"),
+    (lambda x: jnp.full_like(x, 2), "jslices.tree.map"),
+    (np.ones_like, "jslices.tree.map"),
+    (lambda x: x.reshape(-1), "do not belong together"),
+    (lambda x: jnp.tile(x, 2), "do not belong together"),
+    (lambda x: x.T, "jslices.tree.map"),
+]
+
+
+@pytest.mark.parametrize("fun, text", MAPPED)
+@pytest.mark.parametrize("jit", [False, True])
+def test_functions_of_arrays_are_not_mapped_over_the_parts(slices, fun, text, jit):
+    if jit and fun is np.ones_like:
+        return
+    run = lambda tree: jax.tree.map(fun, tree)  # noqa: E731
+    with pytest.raises(TypeError, match=text):
+        (jax.jit(run) if jit else run)([slices])
+    zeros = jax.tree.map(jnp.zeros_like, slices)
+    assert zeros.shape == slices.shape and not zeros.to_dense().any()
+
+
+def test_the_package_can_be_imported_again(monkeypatch):
+    for name in [x for x in sys.modules if x.split(".")[0] == "jslices"]:
+        monkeypatch.delitem(sys.modules, name)
+    again = importlib.import_module("jslices")
+    assert again is not js
+    assert again.IndexedSlices(VALUES, INDICES, (5, 2)).shape == (5, 2)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jslices._arguments import is_function
 from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad.views import TableView, View, folded
 from jslices._jax import Program, broadcast_prefix
@@ -356,7 +357,7 @@ def describe_leaves(
 ) -> list[LeafSpec]:
     """A LeafSpec for every differentiated array."""
     tree = call.tree.unflatten(call.primals)
-    mode_prefix, exchange_prefix = (None if callable(spec) else spec), exchange
+    mode_prefix, exchange_prefix = (None if is_function(spec) else spec), exchange
     if call.single:
         mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
     of_these = "or a pytree of these that is a prefix of the differentiated argument"
@@ -373,7 +374,7 @@ def describe_leaves(
     leaves = []
     columns = call.leaf_names, call.paths, call.primals, modes, exchanges
     for name, path, x, mode, exchange in zip(*columns, strict=True):
-        if callable(spec):
+        if is_function(spec):
             mode = spec(path[1:] if call.single else path, x)
         if not (mode is None or isinstance(mode, bool) or mode == "if_smaller"):
             raise TypeError(

@@ -62,7 +62,10 @@ def run_planned(
     runner = Runner(planned.plan, slots, leaves, planned.eager, taken)
     needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
     outputs = runner.program(planned.program, operands, needs_grad)
-    return [runner.whole(value, None) for value in outputs], runner.indices
+    arrays = (runner.whole(value, None) for value in outputs)
+    # Scalars that are constants are literals of the program, which only JAX knows.
+    results = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
+    return results, runner.indices
 
 
 @contextlib.contextmanager

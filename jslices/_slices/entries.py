@@ -137,6 +137,18 @@ class Entries:
             if leaf.shape[-1] <= 2 and len(row) < len(shape) and row == within:
                 leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
         indices: Any = None if is_sealed(leaf) else leaf
+        if shape and indices is None and hasattr(values, "dtype"):
+            axes = len(leaf.shape)
+            held, row = values.shape[:axes], values.shape[axes:]
+            if held != leaf.shape or row not in (
+                shape[i:] for i in range(1, 1 + len(shape))
+            ):
+                raise TypeError(
+                    "a function that was mapped over the parts of IndexedSlices of "
+                    f"{shape} gave values {values.shape} and row numbers {leaf.shape}, "
+                    "which do not belong together; map it over whole slices, by "
+                    "jslices.tree.map, or change slices.values"
+                )
         return cls.of(values, indices, shape, Facts(placement=placement), leaf)
 
     def with_values(self, values: jax.Array) -> Self:

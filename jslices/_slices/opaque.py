@@ -8,6 +8,7 @@ They are held as their complement, ``~n``: so zeros mean row -1, an empty entry,
 ``jax.tree.map(jnp.zeros_like, slices)`` has no rows, instead of touching row 0.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -79,9 +80,8 @@ def _program(fun: Callable[..., jax.Array], x: jax.Array, dtype: np.dtype) -> ja
 
 def _at_once(fun: Callable[..., jax.Array], x: jax.Array, dtype: np.dtype) -> jax.Array:
     """``fun(x, dtype)``, compiled once; 64 bits also where they are not enabled (now)."""
-    if _words(dtype) == 1:
-        return _program(fun, x, dtype)
-    with jax.enable_x64(True):
+    wide = contextlib.nullcontext() if _words(dtype) == 1 else jax.enable_x64(True)
+    with wide, _jax.trace_at_hand(x):
         return _program(fun, x, dtype)
 
 
@@ -154,6 +154,8 @@ def _is_close(
     numbers: Any, func: Callable[..., Any], types: object, args: Any, kwargs: Any
 ) -> Any:
     """For row numbers, close means the same."""
+    if func in (np.ones_like, np.full_like):
+        _refuse()
     bare = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, _NUMBERS) else x, args)
     if func not in (np.isclose, np.allclose):
         return func(*bare, **kwargs)
@@ -196,7 +198,8 @@ class RowNumbers(_jax.KeyArray):
 _NUMBERS = (_HostNumbers, RowNumbers)
 for _name in dir(jax.Array):
     _method = getattr(jax.Array, _name)
-    if getattr(_jax.KeyArray, _name) is _method and not _name.startswith("_"):
+    lacking = getattr(_jax.KeyArray, _name) is _method and not _name.startswith("_")
+    if lacking or _name in ("T", "mT", "transpose"):
         # Attributes that random keys lack: `astype`, `sum`, `real`, and so on.
         setattr(RowNumbers, _name, _refuse if callable(_method) else property(_refuse))
 

@@ -1,6 +1,9 @@
 """Attributes that arrays have and slices lack, and what to type instead."""
 
-from typing import NoReturn
+from typing import Any
+
+import jax
+import numpy as np
 
 from jslices._slices.entries import Entries
 
@@ -29,7 +32,10 @@ _OPERATORS = {
     "__le__": "slices <= x",
     "__gt__": "slices > x",
     "__ge__": "slices >= x",
+    "__eq__": "slices == x",
+    "__ne__": "slices != x",
 }
+_COMPARED = (Entries, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 class Refusals(Entries):
@@ -50,12 +56,15 @@ class Refusals(Entries):
 def _refuse_operator(name: str, expression: str) -> None:
     """Make an operator say what to type."""
 
-    def refuse(self: Refusals, *_: object) -> NoReturn:
+    def refuse(self: Refusals, *others: object) -> Any:
+        if name in ("__eq__", "__ne__") and not isinstance(others[0], _COMPARED):
+            return NotImplemented  # None, say: Python tells whether it is the same object
         instead = _INSTEAD.get(expression, "slices.to_dense() first")
         raise TypeError(self._have_no(expression, instead))
 
     setattr(Refusals, name, refuse)
 
 
+Refusals.__hash__ = Entries.__hash__  # type: ignore[method-assign]
 for _name, _expression in _OPERATORS.items():
     _refuse_operator(_name, _expression)

@@ -1,8 +1,9 @@
 """Gradients of many workers, summed up until enough have arrived.
 
 ``SparseConditionalAccumulator`` and ``ConditionalAccumulator`` are objects that threads
-share and ``serve`` gives to other processes; ``sparse_accumulator`` and
-``dense_accumulator`` are pure functions on a state, for use under ``jit``.
+share and ``serve`` gives to other processes (over gRPC, the extra ``serve``);
+``sparse_accumulator`` and ``dense_accumulator`` are pure functions on a state, for use
+under ``jit``.
 """
 
 from jslices import CancelledError as CancelledError

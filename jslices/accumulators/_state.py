@@ -1,11 +1,10 @@
 """The state of a blocking accumulator: sums of gradients, and the queue of takers."""
 
 import logging
-import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -145,14 +144,14 @@ def merged(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 # --- the queue ------------------------------------------------------------------------
 
-#: ``peer.gone()``, set in a thread that works for another process, is true once that
-#: process is gone; such a thread must not take a result that nobody will receive.
-peer = threading.local()
-_POLL_SECONDS = 0.5  # between two checks that the other process still exists
+#: The call of another process that a thread answers, a ``grpc.ServicerContext``. Once that
+#: process is gone the thread must not take a result that nobody will receive.
+caller: ContextVar[Any] = ContextVar("caller", default=None)
 
 
-def _peer_is_gone() -> bool:
-    return hasattr(peer, "gone") and peer.gone()
+def _caller_is_gone() -> bool:
+    call = caller.get()
+    return call is not None and not call.is_active()
 
 
 class Turns:
@@ -189,7 +188,7 @@ class Turns:
         with self._changed:
             if self._drops(local_step):
                 return
-            if _peer_is_gone():  # it may send this very gradient again
+            if _caller_is_gone():  # it may send this very gradient again
                 raise CancelledError(
                     "ApplyGrad operation was cancelled: its sender is gone"
                 )
@@ -223,17 +222,23 @@ class Turns:
             timeout = None
         ticket = object()
 
-        def my_turn() -> bool:
-            enough = self.count >= num_required
-            return self.closed or (enough and self._waiting[0] is ticket)
+        def ready() -> bool:
+            enough = self.count >= num_required and self._waiting[0] is ticket
+            return enough or self.closed or _caller_is_gone()
 
+        if (call := caller.get()) is not None:
+            call.add_callback(self._wake)  # when it is over
         with self._changed:
             self._waiting.append(ticket)
             try:
-                if not self._wait_for(my_turn, timeout):
+                if not self._changed.wait_for(ready, timeout):
                     raise DeadlineExceededError(
                         f"take_grad waited {timeout} s for {num_required} gradients; "
                         f"{self.count} have come"
+                    )
+                if _caller_is_gone():
+                    raise CancelledError(
+                        "TakeGrad operation was cancelled: its taker is gone"
                     )
                 if self.closed:
                     raise CancelledError("TakeGrad operation was cancelled: closed")
@@ -246,18 +251,9 @@ class Turns:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
-    def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``ready()``; False after the timeout. The caller holds the lock."""
-        if not hasattr(peer, "gone"):
-            return self._changed.wait_for(ready, timeout)
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            left = max(0.0, end - time.monotonic())
-            done = self._changed.wait_for(ready, min(left, _POLL_SECONDS))
-            if _peer_is_gone():
-                raise CancelledError("TakeGrad operation was cancelled: its taker is gone")
-            if done or not left:
-                return done
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def set_step(self, new_step: int) -> None:
         """Set the step; a lower one is logged."""

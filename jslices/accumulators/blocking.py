@@ -139,28 +139,8 @@ class SparseAccumulatorTakeGradient(NamedTuple):
     shape: np.ndarray
 
 
-class Limits(NamedTuple):
-    """The largest result that a taker can hold; more is refused before it is taken."""
-
-    max_index: int | None = None
-    max_rows: int | None = None
-
-    def check(self, rows: np.ndarray) -> None:
-        """Refuse ``rows`` ``[U]``, ascending, beyond the limits."""
-        if self.max_index is not None and rows.size and rows[-1] > self.max_index:
-            raise InvalidArgumentError(
-                f"row {rows[-1]} needs 64-bit indices; switch them on with "
-                "jax.config.update('jax_enable_x64', True), or use take_grad"
-            )
-        if self.max_rows is not None and rows.size > self.max_rows:
-            raise InvalidArgumentError(
-                f"take_indexed_slices_grad(size={self.max_rows}): {rows.size} rows have "
-                f"been accumulated; pass size={rows.size} or more, or leave size out"
-            )
-
-
-class SlicesMethods:
-    """Applying and taking IndexedSlices, in whichever process the accumulator is."""
+class RowMethods:
+    """Applying and taking rows, in whichever process the accumulator is."""
 
     apply_grad: Callable[..., None]
     _take_within: Callable[..., SparseAccumulatorTakeGradient]
@@ -193,6 +173,28 @@ class SlicesMethods:
                 values, indices = values[is_entry], indices[is_entry]
         self.apply_grad(indices, values, shape, local_step)
 
+    def take_grad(
+        self, num_required: int, name: str | None = None, *, timeout: float | None = None
+    ) -> SparseAccumulatorTakeGradient:
+        """Waits for ``num_required`` gradients and takes the mean (or sum) of all.
+
+        Takers are served in the order in which they came, even if a later one needs fewer.
+
+        Args:
+          num_required: at least 1.
+          timeout: seconds to wait; None waits for ever.
+
+        Returns:
+          NumPy arrays ``(indices, values, shape)``: ``[U]`` int64, ascending; ``[U, *D]``
+          of the accumulator's dtype; and int64, ``(V, *D)``, where V is -1 if unknown.
+
+        Raises:
+          InvalidArgumentError: for ``num_required < 1``, at once.
+          DeadlineExceededError: (a ``TimeoutError``) after ``timeout``; nothing is taken.
+          CancelledError: when it is closed, also by another thread meanwhile.
+        """
+        return self._take_within(num_required, timeout)
+
     def take_indexed_slices_grad(
         self,
         num_required: int,
@@ -221,8 +223,7 @@ class SlicesMethods:
         has_64_bits = jax.config.read("jax_enable_x64")
         index_type: np.dtype = np.dtype(np.int64 if has_64_bits else np.int32)
         largest = int(np.iinfo(index_type).max)
-        limits = Limits(None if has_64_bits else largest, size)
-        taken = self._take_within(limits, num_required, timeout)
+        taken = self._take_within(num_required, timeout, max_rows=size, max_index=largest)
         shape = None if taken.shape[0] < 0 else tuple(int(n) for n in taken.shape)
         values, indices = taken.values, taken.indices.astype(index_type)
         if size is not None and (missing := size - indices.size):
@@ -235,7 +236,7 @@ class SlicesMethods:
         return IndexedSlices(jnp.asarray(values), jnp.asarray(indices), shape)
 
 
-class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
+class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
     """Collects row gradients from many threads until there are enough to take their mean.
 
     It holds the sum of every row, a count, and a step. :meth:`apply_grad` adds a gradient
@@ -335,33 +336,37 @@ class SparseConditionalAccumulator(SlicesMethods, ConditionalAccumulatorBase):
 
         self._turns.apply(_gradients.whole_number("local_step", local_step), prepare)
 
-    def take_grad(
-        self, num_required: int, name: str | None = None, *, timeout: float | None = None
-    ) -> SparseAccumulatorTakeGradient:
-        """Waits for ``num_required`` gradients and takes the mean (or sum) of all.
-
-        Takers are served in the order in which they came, even if a later one needs fewer.
-
-        Args:
-          num_required: at least 1.
-          timeout: seconds to wait; None waits for ever.
-
-        Returns:
-          NumPy arrays ``(indices, values, shape)``: ``[U]`` int64, ascending; ``[U, *D]``
-          of the accumulator's dtype; and int64, ``(V, *D)``, where V is -1 if unknown.
-
-        Raises:
-          InvalidArgumentError: for ``num_required < 1``, at once.
-          DeadlineExceededError: (a ``TimeoutError``) after ``timeout``; nothing is taken.
-          CancelledError: when it is closed, also by another thread meanwhile.
-        """
-        return self._take_within(Limits(), num_required, timeout)
-
     def _take_within(
-        self, limits: Limits, num_required: int, timeout: float | None
+        self,
+        num_required: int,
+        timeout: float | None,
+        max_rows: int | None = None,
+        max_index: int | None = None,
+        max_bytes: int = -1,
     ) -> SparseAccumulatorTakeGradient:
+        """Take, but nothing that is more than the taker can hold."""
+
+        def check(store: RowSums) -> None:
+            rows = store.rows
+            if max_index is not None and rows.size and rows[-1] > max_index:
+                raise InvalidArgumentError(
+                    f"row {rows[-1]} needs 64-bit indices; switch them on with "
+                    "jax.config.update('jax_enable_x64', True), or use take_grad"
+                )
+            if max_rows is not None and rows.size > max_rows:
+                raise InvalidArgumentError(
+                    f"take_indexed_slices_grad(size={max_rows}): {rows.size} rows have "
+                    f"been accumulated; pass size={rows.size} or more, or leave size out"
+                )
+            row_bytes = 8 + store.sums.nbytes // max(1, store.counts.size)
+            if 0 <= max_bytes < rows.size * row_bytes + 1000:
+                raise InvalidArgumentError(
+                    f"{rows.size} rows of {row_bytes} bytes are larger than a message may "
+                    "be; take more often, or in the process that serves"
+                )
+
         number = _gradients.positive(num_required)
-        store, _ = self._turns.take(number, timeout, lambda s: limits.check(s.rows))
+        store, _ = self._turns.take(number, timeout, check)
         rows, values = store.reduced(mean=self.reduction_type == "MEAN")
         num_rows = None if self.shape is None else self.shape[0]
         shape = (-1 if num_rows is None else num_rows, *values.shape[1:])

@@ -1,52 +1,76 @@
-"""Accumulators for worker processes, on this machine or others.
+"""Accumulators for worker processes, on this machine or others, over gRPC.
 
-Clients hold stand-ins for the objects of a server, which forward every call. Each thread
-of a client has a connection of its own, which a thread of the server answers. A server
-that works on a call sends signs of life; a client that receives none for too long takes it
-for lost. So nothing waits without end for a process that is frozen.
+A server answers each call in a thread of its own. Clients hold stand-ins for its objects,
+which forward every call. Connections, deadlines, signs of life, limits and encryption are
+gRPC's; ``_messages`` says what a message may hold.
 """
 
-import contextlib
-import enum
+import atexit
+import builtins
+import errno
 import functools
-import logging
+import hmac
+import math
 import os
-import pickle
+import secrets
 import socket
+import tempfile
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping
-from multiprocessing import AuthenticationError, connection, process
+import types
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from multiprocessing import context as processes
 from typing import Any
 
-import numpy as np
-
-from jslices import InvalidArgumentError, UnavailableError
-from jslices.accumulators._channel import Channel
+import jslices
+from jslices import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from jslices.accumulators._gradients import refuse_tracer
-from jslices.accumulators._state import peer
+from jslices.accumulators._messages import pack, unpack
+from jslices.accumulators._state import caller
 from jslices.accumulators.blocking import (
     ConditionalAccumulator,
-    Limits,
-    SlicesMethods,
+    RowMethods,
     SparseAccumulatorTakeGradient,
     SparseConditionalAccumulator,
 )
+from jslices.extend import install_command
 
-_log = logging.getLogger("jslices.accumulators")
+try:
+    import grpc
+except ImportError:
+    grpc = None
 
-#: Host and port, or the name of a Unix socket.
-Address = tuple[str, int] | str
+#: Options of gRPC, ``("grpc.max_receive_message_length", 1 << 20)``.
+Options = Sequence[tuple[str, Any]]
 
-_BEAT_SECONDS = 0.25  # between two signs of life of a server that works on a call
-_HANDSHAKE_SECONDS = 10.0  # for a client, to prove that it knows the key
-_HANDSHAKES = 64  # at a time, each of which holds a thread
-_HURRY_SECONDS = 0.25  # for one of them to end, when another client waits
-_BACKLOG = 1024  # connections that wait to be accepted
-_STALL_SECONDS = 60.0  # for a client that stops in the middle of a message
-_LONGEST_SECONDS = 1_000_000  # that sockets can wait
-_PROTOCOL = 5  # of pickle: it copies arrays least
+_LIMIT = "grpc.max_receive_message_length"
+_METHOD = "/jslices.accumulators/1"  # its end is the version of messages
+_CLIENT_SECONDS = 60.0  # without a sign of life, after which a server gives a client up
+_SLOWEST = 1_000_000  # bytes of a message in a second
+_LONGEST_SECONDS = 1_000_000
+
+
+def _options(seconds: float, more: Options) -> Options:
+    """Limits, and pings by which a lost peer is noticed after so many seconds."""
+    half = int(seconds * 500)  # milliseconds until a ping, and again until its answer
+    options = {
+        "grpc.max_send_message_length": 2**31 - 1,
+        _LIMIT: 2**31 - 1,
+        "grpc.keepalive_time_ms": half,
+        "grpc.keepalive_timeout_ms": half,  # of sent bytes, at a port
+        "grpc.http2.ping_timeout_ms": half,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.max_pings_without_data": 0,
+        "grpc.http2.max_ping_strikes": 0,  # clients may ping as often as they like
+        "grpc.min_reconnect_backoff_ms": 2 * half,  # how long an attempt may take
+        "grpc.server_handshake_timeout_ms": 10_000,
+        "grpc.so_reuseport": 0,  # else two servers may share a port
+        "grpc.use_local_subchannel_pool": 1,
+        "grpc.enable_retries": 0,  # nothing is sent twice
+        "grpc.enable_http_proxy": 0,
+    }
+    return list({**options, **dict(more)}.items())  # gRPC takes the first of a name
 
 
 # --- stand-ins ------------------------------------------------------------------------
@@ -55,7 +79,7 @@ _PROTOCOL = 5  # of pickle: it copies arrays least
 class RemoteObject:
     """A stand-in for an object of another process, with its public methods."""
 
-    methods: tuple[str, ...] | None = None  # that are served; None: all public ones
+    _within: float | None = None  # seconds, for an answer
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client = client
@@ -64,22 +88,15 @@ class RemoteObject:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return functools.partial(self._call, method)
+        return functools.partial(self._call, method, self._within)
 
     def _call(
-        self,
-        method: str,
-        /,
-        *arguments: object,
-        _within: float | None = None,
-        **options: object,
+        self, method: str, within: float | None, /, *arguments: object, **options: object
     ) -> Any:
-        arguments = tuple(self._sendable(method, x) for x in arguments)
-        options = {name: self._sendable(method, x) for name, x in options.items()}
-        return self._client._call(self._name, method, arguments, options, _within)
-
-    def _sendable(self, method: str, argument: object) -> object:
-        return argument
+        """Have a method called, which answers within so many seconds, or may wait."""
+        for argument in (*arguments, *options.values()):
+            refuse_tracer(f"an argument of {method}", argument)
+        return self._client._call(self._name, method, arguments, options, within)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} at {self._client.address}>"
@@ -94,41 +111,24 @@ class RemoteAccumulator(RemoteObject):
     waits to take takes nothing.
     """
 
-    methods: tuple[str, ...] = (
-        "apply_grad",
-        "take_grad",
-        "num_accumulated",
-        "num_stale",
-        "num_waiting",
-        "global_step",
-        "set_global_step",
-        "close",
-    )
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *RemoteAccumulator.methods]
+    _within = 0.0
 
     def take_grad(
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
     ) -> Any:
         """As in the accumulator."""
-        return self._call("take_grad", num_required, timeout=timeout, _within=timeout)
-
-    def _sendable(self, method: str, argument: object) -> object:
-        """Copy JAX arrays to NumPy, which a process can read without a device."""
-        refuse_tracer(f"an argument of {method}", argument)
-        return np.asarray(argument) if hasattr(argument, "dtype") else argument
+        return self._call("take_grad", timeout, num_required, timeout=timeout)
 
 
-class RemoteSparseAccumulator(SlicesMethods, RemoteAccumulator):
+class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
     """The same for a :class:`jslices.accumulators.SparseConditionalAccumulator`."""
 
-    methods = (*RemoteAccumulator.methods, "_take_within")
-
     def _take_within(
-        self, limits: Limits, num_required: int, timeout: float | None
+        self, num_required: int, timeout: float | None, **limits: int | None
     ) -> SparseAccumulatorTakeGradient:
-        return self._call("_take_within", limits, num_required, timeout, _within=timeout)
+        limits["max_bytes"] = dict(self._client._options)[_LIMIT]
+        taken = self._call("_take_within", timeout, num_required, timeout, **limits)
+        return SparseAccumulatorTakeGradient(*taken)
 
 
 #: The stand-in for each kind of object.
@@ -145,23 +145,27 @@ def _kind_of(thing: object) -> str:
     return "dense" if isinstance(thing, ConditionalAccumulator) else "object"
 
 
-def _method_of(thing: object, method: str) -> Any:
-    """Look up a method that a client may call."""
-    served = _KINDS[_kind_of(thing)].methods
-    if method.startswith("_") if served is None else method not in served:
-        raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
-    return getattr(thing, method)
-
-
 # --- the process that serves ----------------------------------------------------------
 
 
-class _Phase(enum.Enum):
-    """What a connection does."""
+class _Threads(futures.Executor):
+    """A thread for each call, however many wait. They do not keep a process from ending."""
 
-    GREETING = enum.auto()  # both sides prove that they know the key
-    WAITING = enum.auto()  # for a call
-    WORKING = enum.auto()  # on a call, whose answer the client waits for
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        while True:
+            try:
+                threading.Thread(target=run, daemon=True, name="jslices serve").start()
+                return future
+            except RuntimeError:  # no more threads, until one ends
+                time.sleep(0.1)
 
 
 class AccumulatorServer:
@@ -169,37 +173,37 @@ class AccumulatorServer:
 
     Attributes:
       address: where it listens, with the port that was chosen.
-      authkey: the bytes that :func:`connect` must be given.
+      token: the text that :func:`connect` must be given; ``""`` where there is none.
     """
 
     def __init__(
-        self, objects: dict[str, object], address: Address, authkey: bytes
+        self,
+        objects: dict[str, object],
+        address: str,
+        token: str,
+        credentials: Any,
+        options: Options,
     ) -> None:
-        self.authkey = authkey
+        self.token = token
         self._objects = objects
-        self._listener = _listening_socket(address)
-        self.address: Address = self._listener.getsockname()
-        self._handshakes = threading.Semaphore(_HANDSHAKES)
-        self._lock = threading.Lock()  # of the phases
-        self._phases: dict[Channel, _Phase] = {}
-        self._closing = False
-        if isinstance(address, str) and not address.startswith("\0"):
-            self._remove_file = weakref.finalize(self, _remove, address, os.getpid())
-        self._accepting = threading.Thread(
-            target=self._accept_connections, daemon=True, name="jslices serve"
+        self._server = grpc.server(
+            _Threads(),
+            handlers=[types.SimpleNamespace(service=self._handler)],
+            options=_options(_CLIENT_SECONDS, options),
         )
-        self._accepting.start()
+        port = _listen(self._server, address, credentials)
+        is_port = _path(address) is None
+        self.address = f"{address.rpartition(':')[0]}:{port}" if is_port else address
+        self._process = os.getpid()
+        self._server.start()
+        _open.add(self)
 
     def close(self) -> None:
         """Stops serving; clients get an UnavailableError. The objects live on here."""
-        if not self._accepting.is_alive():
-            return
-        self._closing = True
-        self._accepting.join()
-        self._listener.close()
-        self._for_each(Channel.hang_up, *_Phase)
-        if hasattr(self, "_remove_file"):
-            self._remove_file()
+        if self in _open and self._process == os.getpid():  # not in a fork
+            # Not None: it waits for a frozen client to read what has been sent to it.
+            self._server.stop(0).wait(5)
+            _open.discard(self)
 
     def __enter__(self) -> "AccumulatorServer":
         return self
@@ -207,173 +211,180 @@ class AccumulatorServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept_connections(self) -> None:
-        """Start a thread for each connection, and give signs of life meanwhile."""
-        while not self._closing:
-            self._for_each(Channel.beat, _Phase.WORKING)
-            try:
-                channel = Channel(self._listener.accept()[0])
-            except TimeoutError:
-                continue
-            except OSError:  # such as too many open files
-                time.sleep(0.1)
-                continue
-            while not self._handshakes.acquire(timeout=_HURRY_SECONDS):
-                # They say nothing: none has ended for so long.
-                self._for_each(Channel.hang_up, _Phase.GREETING)
-            self._enter(channel, _Phase.GREETING)
-            try:
-                threading.Thread(
-                    target=self._converse, args=(channel,), daemon=True
-                ).start()
-            except RuntimeError:  # no more threads
-                self._end(channel)
+    def _handler(self, details: Any) -> Any:
+        """Find the handler of a call from its method and metadata."""
+        sent = dict(details.invocation_metadata).get("authorization", "")
+        if self.token and not hmac.compare_digest(sent, f"Bearer {self.token}"):
+            return _refusal("UNAUTHENTICATED", "the token is missing, or another one")
+        if details.method != _METHOD:
+            return _refusal(
+                "FAILED_PRECONDITION",
+                f"messages of version {_METHOD[-1]} are understood there, not "
+                f"{details.method}; install the same jslices in both processes",
+            )
+        return grpc.unary_unary_rpc_method_handler(self._answer)
 
-    def _converse(self, channel: Channel) -> None:
-        """Answer the calls of one connection until it ends."""
+    def _answer(self, request: bytes, context: Any) -> bytes:
+        """Carry out a call: ``[None, result]``, or ``[[type, text], None]`` of an error."""
+        caller.set(context)
         try:
-            channel.allow(_HANDSHAKE_SECONDS)
-            connection.deliver_challenge(channel, self.authkey)  # type: ignore[arg-type]
-            connection.answer_challenge(channel, self.authkey)  # type: ignore[arg-type]
-            self._enter(channel, _Phase.WAITING)
-            self._handshakes.release()
-            # A client that waits for an answer sends nothing: what can be read is the end.
-            peer.gone = channel.readable
-            while self._answer_call(channel):
-                pass
-        except Exception:
-            _log.debug("A connection has ended.", exc_info=True)
-        finally:
-            self._end(channel)
+            name, method, arguments, options = unpack(request)
+            if name is None:  # the client asks which objects are served
+                kinds = {name: _kind_of(thing) for name, thing in self._objects.items()}
+                return pack([None, kinds])
+            return pack([None, self._method(name, method)(*arguments, **options)])
+        except BaseException as error:  # also SystemExit: somebody waits for an answer
+            is_text = len(error.args) == 1 and isinstance(error.args[0], str)
+            text = error.args[0] if is_text else str(error)
+            return pack([[type(error).__name__, text], None])
 
-    def _answer_call(self, channel: Channel) -> bool:
-        """Wait for a call and answer it; False if the client has given it up."""
-        channel.allow(float("inf"))
-        channel.wait()
-        self._enter(channel, _Phase.WORKING)
-        channel.allow(_STALL_SECONDS)
-        request = channel.receive()
-        if request is None or channel.readable():  # it may have asked again elsewhere
-            return False
-        answer = _answer(self._objects, request)
-        self._enter(channel, _Phase.WAITING)  # for the next one: the answer is on its way
-        channel.allow(_STALL_SECONDS)
-        channel.send_bytes(answer)
-        return True
-
-    def _enter(self, channel: Channel, phase: _Phase) -> None:
-        with self._lock:
-            self._phases[channel] = phase
-
-    def _end(self, channel: Channel) -> None:
-        with self._lock:
-            if self._phases.pop(channel) is _Phase.GREETING:
-                self._handshakes.release()
-        channel.close()
-
-    def _for_each(self, do: Callable[[Channel], None], *phases: _Phase) -> None:
-        with self._lock:
-            for channel, phase in self._phases.items():
-                if phase in phases:
-                    do(channel)
+    def _method(self, name: str, method: str) -> Any:
+        """Look up a method that a client may call."""
+        if name not in self._objects:
+            raise KeyError(f"{name!r} is not served; there are {sorted(self._objects)}")
+        thing = self._objects[name]
+        if method.startswith("_") and method != "_take_within":
+            raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
+        return getattr(thing, method)
 
 
-def _listening_socket(address: Address) -> socket.socket:
-    listener = socket.socket(_family(address))
+def _refusal(code: str, text: str) -> Any:
+    """A handler that reads no message."""
+    return grpc.stream_unary_rpc_method_handler(
+        lambda _, context: context.abort(grpc.StatusCode[code], text)
+    )
+
+
+_open: set[AccumulatorServer] = set()  # which live until they are closed
+
+
+@atexit.register
+def _close_all() -> None:
+    for server in list(_open):
+        server.close()
+
+
+def _listen(server: Any, address: str, credentials: Any) -> int:
+    """Have a server listen at an address; the port that was chosen."""
+    path = _path(address)
+    if path is not None and _answers(path):  # gRPC would take it from the server there
+        raise OSError(errno.EADDRINUSE, "another server listens there", path)
+    mask = os.umask(0o177)  # of a new socket: only this user can connect
     try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    listener.settimeout(_BEAT_SECONDS)
-    return listener
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(
+            f"nothing can listen at {address}: it is in use, not of this machine, too long "
+            "for a path, or in no folder; gRPC has logged which"
+        ) from error
+    finally:
+        os.umask(mask)
 
 
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+def _path(address: str) -> str | None:
+    """The path of a Unix socket; None for a port."""
+    if not address.startswith("unix:"):
+        return None
+    return address.removeprefix("unix:").removeprefix("//")
 
 
-def _remove(path: str, creator: int) -> None:
-    """Remove the file of a Unix socket, but not in a fork of the process that made it."""
-    if os.getpid() == creator:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+def _answers(path: str) -> bool:
+    """True if a process listens at a Unix socket, false for one that a dead one left."""
+    with socket.socket(socket.AF_UNIX) as end:
+        return os.path.exists(path) and end.connect_ex(path) == 0
 
 
-def _answer(objects: Mapping[str, object], request: memoryview) -> bytes:
-    """Carry out a call: ``(True, result)`` or ``(False, error)``, pickled."""
-    try:
-        name, method, arguments, options = pickle.loads(request)
-        if name is None:  # the client asks which objects are served
-            result: Any = {name: _kind_of(thing) for name, thing in objects.items()}
-        elif name not in objects:
-            raise KeyError(f"{name!r} is not served; there are {sorted(objects)}")
-        else:
-            result = _method_of(objects[name], method)(*arguments, **options)
-        return pickle.dumps((True, result), _PROTOCOL)
-    except Exception as error:
-        try:
-            answer = pickle.dumps((False, error), _PROTOCOL)
-            pickle.loads(answer)
-            return answer
-        except Exception:  # some errors cannot be pickled or unpickled and become text
-            text = f"{type(error).__name__}: {error}"
-            return pickle.dumps((False, RuntimeError(text)), _PROTOCOL)
+def _check(call: str, address: str, token: str | None) -> None:
+    """Check what ``serve`` and ``connect`` have in common."""
+    if grpc is None:
+        raise ImportError(f"{call} uses gRPC: " + install_command("serve"))
+    if not isinstance(address, str) or not (
+        address.startswith("unix:") or address.rpartition(":")[2].isdecimal()
+    ):
+        raise InvalidArgumentError(
+            f"{call}(address={address!r}): write 'unix:/path/of/a/socket', 'host:5000' or "
+            "'[::1]:5000'"
+        )
+    if token is not None and not (isinstance(token, str) and token.isascii()):
+        raise InvalidArgumentError(
+            f"{call}(token=...) must be ASCII text, got {type(token).__name__}"
+        )
 
 
 def serve(
     objects: Mapping[str, object],
-    address: Address = ("127.0.0.1", 0),
-    authkey: bytes | None = None,
+    address: str | None = None,
+    token: str | None = None,
+    *,
+    credentials: Any = None,
+    options: Options = (),
 ) -> AccumulatorServer:
     """Let other processes use the accumulators of this one.
 
-    The objects stay here, and this process goes on using them; threads answer the calls
-    of the others. Clients prove that they know ``authkey``. What they send is unpickled, so
-    that **anyone who has the key can run any code here**, and nothing is encrypted: beyond
-    loopback use it in trusted networks only.
-
-    Clients that are slow, frozen or lost keep nobody else waiting. Unauthenticated
-    connections are closed after 10 s, and at most 64 are open at a time; a client that
-    stops for a minute in the middle of a message is disconnected.
+    The objects stay here, and this process goes on using them; threads answer the calls of
+    the others. Clients that are slow, frozen or lost keep nobody else waiting. By default
+    the other processes are those of this user; the page *Many workers* tells how to let
+    others in.
 
     Args:
       objects: accumulators by name; also any other object, whose public methods can then
-        be called with arguments that can be pickled (the parameters, say).
-      address: host and port. By default a free port of this machine, to which only this
-        machine can connect; ``("0.0.0.0", 5000)`` lets others in.
-      authkey: a secret; None makes a random one.
+        be called (the parameters, say) with numbers, text, None, arrays, and lists, tuples
+        and dicts of these. Messages hold nothing else: no code, no pickles.
+      address: ``"unix:/path"``, ``"host:port"`` or ``"[::]:port"``; port 0 is a free one.
+        None is a new Unix socket.
+      token: a secret that clients must send; None makes a random one, except at a Unix
+        socket; ``""`` demands none, for ``credentials`` that demand client certificates.
+      credentials: of ``grpc.ssl_server_credentials``, say. None are gRPC's local ones,
+        which refuse other machines and encrypt nothing.
+      options: further options of the gRPC server, ``("grpc.max_receive_message_length",
+        1 << 20)``.
 
     Returns:
-      An :class:`AccumulatorServer` with ``address``, ``authkey`` and ``close()``; use it
-      in a ``with`` statement.
+      An :class:`AccumulatorServer` with ``address``, ``token`` and ``close()``; use it in
+      a ``with`` statement.
 
     Raises:
-      InvalidArgumentError: for names or a key of the wrong kind.
+      InvalidArgumentError: for arguments of the wrong kind, and ``token=""`` at a port
+        without credentials.
       OSError: when nothing can listen at the address.
+      ImportError: without gRPC, the extra ``serve``.
 
     Example:
       >>> import jslices as js
       >>> mean = js.accumulators.SparseConditionalAccumulator("float32", (5, 1))
       >>> with js.accumulators.serve({"table": mean}) as server:
-      ...     # in another process, given server.address and server.authkey:
-      ...     table = js.accumulators.connect(server.address, server.authkey)["table"]
+      ...     # in another process, given server.address and server.token:
+      ...     table = js.accumulators.connect(server.address, server.token)["table"]
       ...     table.apply_grad([3], [[1.0]])
       >>> mean.take_grad(1).indices
       array([3])
 
-    Source: TensorFlow's accumulators live on a parameter server of its own runtime.
+    Source: TensorFlow's accumulators live on a parameter server, which uses gRPC as well.
     """
     if not objects or not all(isinstance(name, str) for name in objects):
         raise InvalidArgumentError(
             f"serve wants objects by name, {{'table': accumulator}}, got {objects!r}"
         )
-    if authkey is not None:
-        _check_key(authkey, "a random one is made when it is left out")
-    return AccumulatorServer(dict(objects), address, authkey or os.urandom(32))
+    if address is None:
+        socket_name = f"jslices-{secrets.token_hex(8)}"
+        address = "unix:" + os.path.join(tempfile.gettempdir(), socket_name)
+    _check("serve", address, token)
+    is_port = _path(address) is None
+    if token is None:
+        token = secrets.token_hex(32) if is_port else ""
+    if credentials is None:
+        if is_port and not token:
+            raise InvalidArgumentError(
+                f"serve(address={address!r}, token='') lets everybody in: leave the token "
+                "out, or pass credentials that demand client certificates"
+            )
+        credentials = grpc.local_server_credentials(_local(address))
+    return AccumulatorServer(dict(objects), address, token, credentials, options)
+
+
+def _local(address: str) -> Any:
+    kinds = grpc.LocalConnectionType
+    return kinds.LOCAL_TCP if _path(address) is None else kinds.UDS
 
 
 # --- the processes that connect -------------------------------------------------------
@@ -387,12 +398,16 @@ class AccumulatorClient:
       timeout: seconds without a sign of life after which a call fails.
     """
 
-    def __init__(self, address: Address, authkey: bytes, timeout: float) -> None:
-        self.address = address
-        self.timeout = timeout
-        self._authkey = process.AuthenticationString(authkey)  # type: ignore[attr-defined]
-        self._mine = threading.local()
-        self._kinds: dict[str, str] = self._call(None, "kinds", (), {})
+    def __init__(
+        self, address: str, token: str, credentials: Any, timeout: float, options: Options
+    ) -> None:
+        self.address, self.timeout = address, timeout
+        self._token, self._credentials = token, credentials
+        self._options = _options(timeout, options)
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # of the channel
+        self._channel = self._new_channel()
+        self._kinds: dict[str, str] = self._call(None, "kinds", (), {}, 0.0)
 
     def __getitem__(self, name: str) -> Any:
         """The stand-in for the object of that name: same methods, same errors."""
@@ -401,8 +416,14 @@ class AccumulatorClient:
         return _KINDS[self._kinds[name]](self, name)
 
     def __reduce__(self) -> Any:
-        """For a process that is being started; else Python refuses to pickle the key."""
-        return AccumulatorClient, (self.address, self._authkey, self.timeout)
+        """For a process that is being started; nothing else may hold the token."""
+        processes.assert_spawning(self)
+        private = self._token, self._credentials
+        return type(self), (self.address, *private, self.timeout, self._options)
+
+    def _new_channel(self) -> Any:
+        local = grpc.local_channel_credentials(_local(self.address))
+        return grpc.secure_channel(self.address, self._credentials or local, self._options)
 
     def _call(
         self,
@@ -410,143 +431,144 @@ class AccumulatorClient:
         method: str,
         arguments: tuple[object, ...],
         options: Mapping[str, object],
-        within: float | None = None,
+        within: float | None,
     ) -> Any:
         """Send a call and wait for the answer, at most ``within`` seconds and timeout."""
-        request = pickle.dumps((name, method, arguments, options), _PROTOCOL)
-        latest = float("inf")
+        request = pack([name, method, list(arguments), dict(options)])
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "a connection does not survive a fork: connect in the new process, or "
+                "start it with multiprocessing.get_context('spawn')"
+            )
+        self._check_owner()
         if within is not None:
-            latest = time.monotonic() + max(0.0, within) + self.timeout
-        channel = self._channel()
+            within = max(0.0, within) + self.timeout + len(request) / _SLOWEST
+        channel = self._channel
+        metadata = [("authorization", f"Bearer {self._token}")] if self._token else None
         try:
-            channel.allow(self.timeout)
-            channel.send_bytes(request)
-            channel.allow(self.timeout, until=latest)
-            while (answer := channel.receive()) is None:  # a beat: the server works on it
-                if time.monotonic() > latest:
-                    raise TimeoutError("beats, but no answer")
-                channel.allow(self.timeout, until=latest)
-            done, result = pickle.loads(answer)
-        except BaseException as error:
-            # The answer may still come, and must not be taken for that to another call.
-            channel.give_up()
-            if isinstance(error, Exception):
-                raise self._lost(error, method) from error
-            raise
-        if done:
-            return result
-        raise result
+            call = channel.unary_unary(_METHOD).future(request, metadata=metadata)
+            try:
+                problem, result = unpack(self._wait(call, channel, within))
+            finally:
+                call.cancel()
+        except Exception as error:
+            raise self._lost(error, method, channel) from error
+        if problem is not None:
+            raise _error(*problem)
+        return result
 
-    def _channel(self) -> Channel:
-        """The connection of this thread of this process, a new one if it has ended."""
-        held: tuple[int, Channel] | None = getattr(self._mine, "held", None)
-        if held and held[0] == os.getpid() and not held[1].readable():
-            return held[1]
-        channel = self._connected()
-        self._mine.held = os.getpid(), channel
-        return channel
+    def _wait(self, call: Any, channel: Any, within: float | None) -> bytes:
+        """Wait for an answer, unless another call has given the channel up.
 
-    def _connected(self) -> Channel:
-        """Connect, and let both sides prove that they know the key."""
-        channel: Any = Channel(socket.socket(_family(self.address)))
-        channel.allow(self.timeout)
+        At a Unix socket whose buffer a frozen server does not empty, neither a deadline of
+        gRPC nor a ping nor the end of the channel ends a call.
+        """
+        end = math.inf if within is None else time.monotonic() + within
+        while True:
+            left = end - time.monotonic()
+            try:
+                return call.result(min(left, self.timeout / 2))
+            except grpc.FutureTimeoutError:
+                if left <= self.timeout / 2 or self._channel is not channel:
+                    raise
+
+    def _check_owner(self) -> None:
+        """Refuse a Unix socket that another user listens at."""
+        path = _path(self.address)
         try:
-            channel.connect(self.address)
-        except OSError as error:
-            raise UnavailableError(
-                f"nobody serves accumulators at {self.address}: {error}"
-            ) from error
-        try:
-            connection.answer_challenge(channel, self._authkey)
-            connection.deliver_challenge(channel, self._authkey)
-        except AuthenticationError as error:
-            raise AuthenticationError(
-                f"what listens at {self.address} refuses this authkey ({error}); pass that "
-                "of the AccumulatorServer there"
-            ) from error
-        except TimeoutError as error:
-            raise UnavailableError(self._silent()) from error
-        except (AssertionError, EOFError, OSError) as error:
-            raise UnavailableError(
-                f"what listens at {self.address} has too many connections, or is no server "
-                f"of accumulators ({type(error).__name__}: {error})"
-            ) from error
-        return channel
-
-    def _lost(self, error: Exception, method: str) -> UnavailableError:
-        if isinstance(error, TimeoutError):
-            problem = self._silent()
-        elif isinstance(error, EOFError | OSError):
-            problem = (
-                f"the process that served this at {self.address} is gone "
-                f"({type(error).__name__})"
+            owner = os.stat(path).st_uid if path else None
+        except FileNotFoundError:
+            return  # gRPC says that nobody listens
+        if path and owner != os.geteuid():
+            raise PermissionError(
+                f"{path} belongs to user {owner}, not to {os.geteuid()}: only servers of "
+                "the same user are used at a Unix socket; use a port, and credentials"
             )
-        else:
-            problem = (
-                f"the answer of the server at {self.address} cannot be read here "
-                f"({type(error).__name__}: {error})"
-            )
+
+    def _lost(self, error: Any, method: str, channel: Any) -> Exception:
+        """What to raise, as there is no answer that can be read."""
+        code, details = type(error).__name__, str(error) or "none in time"
+        if isinstance(error, grpc.RpcError):
+            code, details = error.code().name, error.details()
+        problem = f"the server at {self.address}: {details}"
+        if code == "UNAUTHENTICATED":
+            return PermissionError(f"{problem}; pass that of the AccumulatorServer there")
+        if code == "FAILED_PRECONDITION":
+            return FailedPreconditionError(problem)
+        if code == "RESOURCE_EXHAUSTED":
+            return InvalidArgumentError(f"{problem}; send fewer rows at once")
+        with self._lock:
+            if self._channel is channel:
+                self._channel = self._new_channel()
+        # It ends the calls of other threads, and waits for what a frozen server must read.
+        threading.Thread(target=channel.close, daemon=True).start()
         return UnavailableError(
-            f"{problem}. {method} was carried out or not, which cannot be known from here; "
-            "the next call connects anew"
+            f"no answer from {self.address}: it is gone, frozen, overloaded, cut off, or "
+            f"no such server ({code}: {details}). {method} was carried out or not, which "
+            "cannot be known from here; the next call connects anew"
         )
 
-    def _silent(self) -> str:
-        return (
-            f"the server at {self.address} does not answer: it is frozen, overloaded or "
-            f"cut off. To wait for more than {self.timeout:g} s use connect(timeout=...)"
-        )
+
+def _error(name: str, text: str) -> Exception:
+    """The error of a server, if it is one of jslices or Python."""
+    kind = getattr(jslices, name, None) or getattr(builtins, name, None)
+    try:
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            return kind(text)
+    except TypeError:  # it wants more than a text
+        pass
+    return RuntimeError(f"{name}: {text}")
 
 
 def connect(
-    address: Address, authkey: bytes, *, timeout: float = 20.0
+    address: str,
+    token: str = "",
+    *,
+    credentials: Any = None,
+    timeout: float = 20.0,
+    options: Options = (),
 ) -> AccumulatorClient:
     """Connect to the objects that another process serves.
 
-    No call waits without end for a server that is frozen or cut off. While a server works
-    on a call it gives a sign of life every quarter of a second; after ``timeout`` seconds
-    without one the call ends in an ``UnavailableError``. So ``take_grad`` may wait for
-    hours for gradients, and ends soon when none can come; ``take_grad(n, timeout=t)`` ends
-    after ``t + timeout`` seconds at the latest. Bytes that move are signs of life too, if
-    they are 100 kB in a second: a large gradient may take longer than ``timeout``.
+    No call waits without end for a server that is frozen or cut off: after ``timeout``
+    seconds without a sign of life, and one for each MB that it sends, it ends in an
+    ``UnavailableError``. So ``take_grad`` may wait for hours for gradients, and ends soon
+    when none can come; ``take_grad(n, timeout=t)`` ends after ``t + timeout`` seconds.
 
-    After an ``UnavailableError`` the stand-ins can be used again: the next call connects
-    anew, also to a server that was started again at this address. Nothing is sent twice
-    by itself, and a server that was frozen drops the calls that were given up meanwhile.
-    But a call that it was already working on may have been carried out: what a
-    ``take_grad`` took is lost then, and an ``apply_grad`` that is called again counts
-    twice; go on with the next gradient instead.
+    The next call connects anew, also to a server that was started again at this address.
+    Nothing is sent twice by itself. But a call that ended so may have been carried out, or
+    may be when a frozen server goes on: what a ``take_grad`` took is lost then, and an
+    ``apply_grad`` that is called again counts twice; go on with the next gradient instead.
 
     Args:
-      address: that of the :class:`AccumulatorServer`.
-      authkey: its key.
-      timeout: seconds, from 1 on; above 10 where a network moves less than 1 MB/s.
+      address: that of the :class:`AccumulatorServer`, or a name for its machine and the
+        port, ``"chief:5000"``.
+      token: its token.
+      credentials: of ``grpc.ssl_channel_credentials``, say. None are gRPC's local ones, for
+        this machine alone; at a port the token is sent to whoever listens there.
+      timeout: seconds, from 1 on.
+      options: further options of the gRPC channel.
 
     Returns:
       A client; ``client["name"]`` is a stand-in with the methods of the object.
 
     Raises:
-      UnavailableError: (a ``ConnectionError``) when nothing listens there, or nothing that
-        answers within ``timeout``.
-      multiprocessing.AuthenticationError: for the wrong key.
-      InvalidArgumentError: for a key or a timeout of the wrong kind.
+      UnavailableError: (a ``ConnectionError``) when nothing answers there.
+      PermissionError: for another token, or a Unix socket of another user.
+      FailedPreconditionError: for a server of another version.
+      InvalidArgumentError: for arguments of the wrong kind, and by stand-ins for a message
+        of more than 2 GiB, or than ``options`` allow.
+      ImportError: without gRPC, the extra ``serve``.
 
     Example:
       >>> import jslices as js  # more in serve
-      >>> js.accumulators.connect(("127.0.0.1", 1), b"key")
+      >>> js.accumulators.connect("127.0.0.1:1", "token")
       Traceback (most recent call last):
-      jslices._errors.UnavailableError: nobody serves accumulators at ('127.0.0.1', 1): ...
+      jslices._errors.UnavailableError: no answer from 127.0.0.1:1: it is gone, ...
     """
-    _check_key(authkey, "pass that of the AccumulatorServer")
+    _check("connect", address, token)
     if not isinstance(timeout, int | float) or not 1 <= timeout <= _LONGEST_SECONDS:
         raise InvalidArgumentError(
             f"timeout={timeout!r}: it must be seconds, from 1 to {_LONGEST_SECONDS:,}"
         )
-    return AccumulatorClient(address, authkey, timeout)
-
-
-def _check_key(authkey: object, advice: str) -> None:
-    if not isinstance(authkey, bytes) or not authkey:
-        raise InvalidArgumentError(
-            f"authkey must be bytes, not {type(authkey).__name__}; {advice}"
-        )
+    return AccumulatorClient(address, token, credentials, timeout, options)

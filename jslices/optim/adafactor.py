@@ -40,7 +40,7 @@ def adafactor(
     multiply_by_parameter_scale: bool = True,
     clipping_threshold: arguments.Positive | None = 1.0,
     momentum: arguments.Decay | None = None,
-    dtype_momentum: arguments.StateDtype = jnp.float32,
+    dtype_momentum: arguments.StateDtype = "float32",
     weight_decay_rate: arguments.WeightDecay | None = None,
     eps: arguments.NotNegative = 1e-30,
     factored: bool = True,
@@ -107,7 +107,13 @@ def adafactor(
     rule.check_lazy(
         "adafactor", untouched, "as what a row misses depends on all the others"
     )
-    axes_of = partial(factored_axes, factored, min_dim_size_to_factor)
+    if isinstance(min_dim_size_to_factor, jax.core.Tracer):
+        raise TypeError(
+            "adafactor needs min_dim_size_to_factor as a number that is known while "
+            "tracing; with optax.inject_hyperparams under jax.jit pass "
+            'static_args=("min_dim_size_to_factor",)'
+        )
+    axes_of = partial(factored_axes, factored, int(min_dim_size_to_factor))
     starts: dict[str, Callable[[jax.Array], jax.Array]] = {
         name: partial(_moment, name, axes_of) for name in ("v_row", "v_col", "v")
     }

@@ -83,7 +83,8 @@ def adam(
     gradients give its result. Lazy as ``tfa.optimizers.LazyAdam`` and
     ``torch.optim.SparseAdam``, with ``eps_hat=True``; TensorFlow's core Adam moves every
     row at every step. Exact has no model elsewhere: the sum over the
-    missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes.
+    missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes,
+    in float64 for tables of float64.
     """
     exact = untouched == "exact"
 

@@ -40,20 +40,26 @@ class Clock(NamedTuple):
     """The last step of each row, and what it has to remember of it."""
 
     last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
-    snapshot: Any  #: like params, some of float32 ``[V]``: see :class:`MissedSteps`.
-    run: jax.Array  #: float32 ``[2]``: how far a schedule has run.
+    snapshot: Any  #: like params, some of floats ``[V]``: see :class:`MissedSteps`.
+    run: jax.Array  #: ``[2]``: how far a schedule has run.
 
 
 def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
     """The clock before the first step of optimizers whose rows catch up."""
     leaves, tree = flatten(params)
-    start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.float32)
+    widest = jnp.result_type(np.float32, *map(_float_like, leaves))
+    start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), widest)
     last = [row_like(p, 0, jnp.int32) for p in leaves]
     snapshot = [
-        tuple(row_like(p, x, jnp.float32) for x in _missed(rule).snapshot(start, run))
+        tuple(row_like(p, x, _float_like(p)) for x in _missed(rule).snapshot(start, run))
         for rule, p in zip(rules, leaves, strict=True)
     ]
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
+
+
+def _float_like(p: Any) -> np.dtype:
+    """The dtype of numbers that missed steps take of a parameter: float32 or float64."""
+    return np.dtype("f8" if jnp.result_type(p) in ("float64", "complex128") else "f4")
 
 
 def next_clock(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
@@ -256,7 +262,7 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
 def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
     steps = _missed(rule)
-    tables = steps.table(count), steps.after_each()
+    tables = steps.table(count, run), steps.after_each(run.dtype)
     now = steps.snapshot(count, run)
 
     # A step of rows calls it in several places: it is traced once for each shape.
@@ -269,6 +275,8 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
         late = last < count
         column = per_row(late, p)
         missed = steps.missed(count, run, tables, last, snapshot)
+        numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
+        missed = numbers._replace(steps=missed.steps)
         missed = jax.tree.map(lambda x: x.reshape(column.shape), missed)
         move, *new = steps.advance(missed, p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
@@ -309,7 +317,10 @@ def _now(
     has read the rows, and copies the whole arrays for that.
     """
     behind = last <= step
-    news = (jnp.where(behind, new, x) for new, x in zip(snapshot, old, strict=True))
+    news = (
+        jnp.where(behind, new.astype(x.dtype), x)
+        for new, x in zip(snapshot, old, strict=True)
+    )
     return jnp.maximum(last, step), *news
 
 

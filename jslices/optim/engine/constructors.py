@@ -6,14 +6,20 @@ from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_arguments
 from jslices._jax import flatten
-from jslices._place.boundary import one_program
+from jslices._place.boundary import on_any_mesh, one_program
 from jslices._typing import Gradients, Key, Params, PyTree, Scalar, State
-from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.protocol import (
+    GradientTransformation,
+    left_to_xla,
+    shardings_of_step,
+    shardings_of_update,
+)
 from jslices.optim.engine.rule import value_at
 
 P = ParamSpec("P")
@@ -70,9 +76,15 @@ def optimizer(
     def program(name: str, tree: PyTreeDef, *leaves: Hashable) -> Callable[..., Any]:
         """A step of which some arguments of the optimizer are numbers of the step."""
 
-        def step(numbers: dict[str, Scalar], *operands: PyTree) -> tuple[PyTree, State]:
+        types = shardings_of_update if name == "update" else shardings_of_step
+
+        @on_any_mesh(lambda numbers, *operands: types(*operands))
+        def with_numbers(numbers: dict[str, Scalar], *operands: PyTree) -> Any:
             tx = by_name(**tree.unflatten(leaves), **numbers)
-            return getattr(tx, name)(*operands)  # type: ignore[no-any-return]
+            return getattr(tx, name)(*operands)
+
+        def step(numbers: dict[str, Scalar], grads: Gradients, *rest: PyTree) -> Any:
+            return with_numbers(numbers, left_to_xla(grads, rest[0]), *rest)
 
         step.__name__ = name
         several = program.cache_info().misses > 2 * REMEMBERED
@@ -114,8 +126,9 @@ def optimizer(
 
 def _differs_by_step(name: str, argument: object) -> bool:
     """Whether it is a schedule, or an array, as optax.inject_hyperparams passes."""
-    schedule = name in SCHEDULED and _is_function(argument)
-    return schedule or isinstance(argument, jax.Array | np.ndarray)
+    if isinstance(argument, jax.Array | np.ndarray):
+        return name in SCHEDULED or jnp.issubdtype(argument.dtype, jnp.inexact)  # no sizes
+    return name in SCHEDULED and _is_function(argument)
 
 
 def _is_function(argument: object) -> bool:

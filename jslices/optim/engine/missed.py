@@ -9,11 +9,13 @@ before::
     sum(lr(s + j) * weight(s + j) * ratio**j * (decay of the steps s+j+1 .. n), j = 1 .. k)
 
 where ``s = n - k`` is the last step of the row. For ``k`` up to a window, beyond which
-``ratio**j`` is lost in float32, it is an entry of a small table that is made anew for every
+``ratio**j`` is lost to rounding, it is an entry of a small table, made anew for every
 ``n``. For longer gaps it no longer grows: it is what was still to come at step ``s``, times
 the decay since. Without a schedule that is an entry of a table as well, which is made once
 and ends where the corrections of the means do. With one it is the row's snapshot, taken at
 the last step of the row (a schedule knows the future).
+
+All numbers have the dtype of the clock's run: float64 where a table has it, else float32.
 """
 
 import dataclasses
@@ -28,10 +30,9 @@ import numpy as np
 
 from jslices._typing import Arrays, Scalar, Schedule
 
-#: What is left of a term beyond the window, relative to the first.
-NEGLIGIBLE = 1e-9
-#: So much of a square is the rounding of what is taken from it in float32.
-ROUNDING = 1e-6
+#: What is left of a term beyond the window, relative to the first, and how much of a square
+#: is the rounding of what is taken from it: as multiples of the smallest ``eps``.
+NEGLIGIBLE, ROUNDING = 2**-7, 8
 #: A table of what is still to come has at most so many entries. That of Adam with
 #: ``b2=0.999`` has 21,000.
 MOST_STEPS = 1 << 17
@@ -106,26 +107,25 @@ class MissedSteps:
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
         return scheduled and (self.run or self.decays)
 
-    @property
-    def keeps_series(self) -> bool:
+    def keeps_series(self, dtype: np.dtype) -> bool:
         """Whether tail sums must be kept with each row."""
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
-        return scheduled or self._settled > MOST_STEPS
+        return scheduled or self._settled(dtype) > MOST_STEPS
 
-    def pace(self, steps: Steps) -> Any:
+    def pace(self, steps: Steps, dtype: np.dtype) -> Any:
         """The growth of the run in each of ``steps`` (counted from 1)."""
-        rates = _at_each(self.learning_rate, steps)
+        rates = _at_each(self.learning_rate, steps, dtype)
         if not self.decays:
             return rates if self.run else 0 * rates
         log1p = np.log1p if isinstance(steps, np.ndarray) else jnp.log1p
-        return log1p(-rates * _at_each(self.weight_decay, steps))
+        return log1p(-rates * _at_each(self.weight_decay, steps, dtype))
 
     def advanced(self, run: jax.Array, step: jax.Array) -> jax.Array:
-        """``run`` after one more step: a sum of two float32, as small steps are many."""
+        """``run`` after one more step: a sum of two numbers, as small steps are many."""
         if not self.keeps_run:
             return run
         high, low = run[0], run[1]
-        more = self.pace(step[None])[0] + low
+        more = self.pace(step[None], run.dtype)[0] + low
         total = high + more
         kept = total - high
         return jnp.stack([total, (high - (total - kept)) + (more - kept)])
@@ -133,14 +133,14 @@ class MissedSteps:
     @_compiled_method
     def snapshot(self, count: jax.Array, run: jax.Array) -> Arrays:
         """The numbers kept with a row that has done ``count`` steps."""
-        series = self.series if self.keeps_series else ()
-        kept = tuple(self._tail_sum(each, count) for each in series)
+        series = self.series if self.keeps_series(run.dtype) else ()
+        kept = tuple(self._tail_sum(each, count, run.dtype) for each in series)
         return (*kept, run[0], run[1]) if self.keeps_run else kept
 
     @_compiled_method
-    def table(self, count: jax.Array) -> Arrays:
+    def table(self, count: jax.Array, run: jax.Array) -> Arrays:
         """For each series its sums ``[steps]`` over the last 0, 1, ... steps."""
-        return tuple(self._head_sums(count)) if self.series else ()
+        return tuple(self._head_sums(count, run.dtype)) if self.series else ()
 
     def missed(
         self,
@@ -160,14 +160,14 @@ class MissedSteps:
         if self.keeps_run:
             since = (run[0] - snapshot[-2]) + (run[1] - snapshot[-1])
         else:
-            since = steps * self.pace(jnp.ones((1,), jnp.int32))[0]
+            since = steps * self.pace(jnp.ones((1,), jnp.int32), run.dtype)[0]
         decay = jnp.expm1(since) if self.decays else jnp.zeros_like(since)
         if not self.series:
             return Missed(steps, (), decay, since)
         near = _read(table, steps)
-        tails = snapshot if self.keeps_series else _read(after_each, last)
+        tails = snapshot if self.keeps_series(run.dtype) else _read(after_each, last)
         sums = [
-            jnp.where(steps <= self._window, sum_of_steps, (1 + decay) * rest)
+            jnp.where(steps <= self._window(run.dtype), sum_of_steps, (1 + decay) * rest)
             for sum_of_steps, rest in zip(near, tails, strict=False)
         ]
         if self._is_factor:
@@ -178,78 +178,76 @@ class MissedSteps:
             ]
         return Missed(steps, tuple(sums), decay, since)
 
-    def _terms(self, series: Series, steps: Steps) -> Any:
+    def _terms(self, series: Series, steps: Steps, dtype: np.dtype) -> Any:
         scheduled = series.times_learning_rate and not self._is_factor
         rate = self.learning_rate if scheduled else 1.0
-        return series.weight(steps) * _at_each(rate, steps)
+        return series.weight(steps.astype(dtype)) * _at_each(rate, steps, dtype)
 
-    def _tail_sum(self, series: Series, count: jax.Array) -> jax.Array:
-        ahead = jnp.arange(1, self._window + 1, dtype=jnp.int32)
+    def _tail_sum(self, series: Series, count: jax.Array, dtype: np.dtype) -> jax.Array:
+        ahead = jnp.arange(1, self._window(dtype) + 1, dtype=jnp.int32)
         steps = count + ahead
-        terms = self._terms(series, steps) * _powers(series.ratio, ahead)
+        terms = self._terms(series, steps, dtype) * _powers(series.ratio, ahead, dtype)
         if self.decays:
-            terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps)))
+            terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps, dtype)))
         return jnp.sum(terms)
 
-    @property
-    def _window(self) -> int:
+    def _window(self, dtype: np.dtype) -> int:
         """The number of terms of the series that are not negligible."""
-        return max((_steps_to_vanish(series.ratio) for series in self.series), default=0)
+        return max((_steps_to_vanish(x.ratio, dtype) for x in self.series), default=0)
 
-    @property
-    def _settled(self) -> int:
+    def _settled(self, dtype: np.dtype) -> int:
         """The step from which on the weights of the series no longer change."""
-        return max((_steps_to_vanish(series.settles) for series in self.series), default=0)
+        return max((_steps_to_vanish(x.settles, dtype) for x in self.series), default=0)
 
-    def after_each(self) -> Arrays:
+    def after_each(self, dtype: np.dtype) -> Arrays:
         """For each series :meth:`_tail_sum` after 0, 1, ... steps unscheduled: ``[steps]``.
 
         Columns of their own, as a TPU pads rows to 128 numbers.
         """
-        if self.keeps_series or not self.series:
+        if self.keeps_series(dtype) or not self.series:
             return ()
         numbers = (self.learning_rate, self.weight_decay)
         traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
-        sums = self._tail_sums(jnp) if traced and not self._is_factor else self._constants
+        made_here = functools.partial(self._tail_sums, jnp)
+        sums = (made_here if traced and not self._is_factor else self._constants)(dtype)
         return tuple(jnp.asarray(column) for column in sums)
 
     @functools.cached_property
-    def _constants(self) -> np.ndarray:
+    def _constants(self) -> Callable[[np.dtype], np.ndarray]:
         """In NumPy: nothing has to be compiled for it, and under ``jit`` it is a constant.
 
-        Weights are those of float32, which Optax corrects its means in.
+        Weights are those of the dtype, which Optax corrects its means in.
         """
-        sums: np.ndarray = self._tail_sums(np)
-        return sums.astype(np.float32)
+        return functools.cache(lambda dtype: self._tail_sums(np, dtype).astype(dtype))
 
-    def _tail_sums(self, xp: Any) -> Any:
+    def _tail_sums(self, xp: Any, dtype: np.dtype) -> Any:
         """``[series, steps]``: :meth:`_tail_sum` after 0, 1, ... steps, by NumPy or JAX."""
-        dtype = np.float64 if xp is np else np.float32
-        reach = 1 << (2 * self._window - 1).bit_length()
-        steps = xp.arange(1, self._settled + reach + 1, dtype=np.int32)
-        factors = xp.asarray([[series.ratio] for series in self.series], dtype)
+        wide = np.float64 if xp is np else dtype
+        reach = 1 << (2 * self._window(dtype) - 1).bit_length()
+        steps = xp.arange(1, self._settled(dtype) + reach + 1, dtype=np.int32)
+        factors = xp.asarray([[series.ratio] for series in self.series], wide)
         if self.decays:
-            factors = factors * xp.exp(-self.pace(steps[:1])[0].astype(dtype))
-        terms = xp.stack([self._terms(series, steps) for series in self.series])
+            factors = factors * xp.exp(-self.pace(steps[:1], dtype)[0].astype(wide))
+        terms = xp.stack([self._terms(series, steps, dtype) for series in self.series])
         sums, ahead = factors * terms, 1
         while ahead < reach:  # sums over the next 1, 2, 4, ... steps
             sums = sums[:, :-ahead] + factors * sums[:, ahead:]
             factors, ahead = factors * factors, 2 * ahead
         return sums
 
-    def _head_sums(self, count: jax.Array) -> jax.Array:
+    def _head_sums(self, count: jax.Array, dtype: np.dtype) -> jax.Array:
         """``[series, steps]``, by one cumulative sum."""
-        back = jnp.arange(self._window, dtype=jnp.int32)
+        back = jnp.arange(self._window(dtype), dtype=jnp.int32)
         steps = jnp.maximum(count - back, 1)
-        left = jnp.where(back < count, 1.0, 0.0)
+        left = (back < count).astype(dtype)
         if self.decays:
-            paces = self.pace(steps)
+            paces = self.pace(steps, dtype)
             left = left * jnp.exp(jnp.cumsum(paces) - paces)
         terms = [
-            self._terms(series, steps) * _powers(series.ratio, -back)
+            self._terms(series, steps, dtype) * _powers(series.ratio, -back, dtype)
             for series in self.series
         ]
-        factors = [_powers(series.ratio, back + 1) for series in self.series]
+        factors = [_powers(series.ratio, back + 1, dtype) for series in self.series]
         sums = jnp.cumsum(jnp.stack(terms) * left[None], axis=1) * jnp.stack(factors)
         return jnp.pad(sums, ((0, 0), (1, 0)))
 
@@ -286,9 +284,7 @@ def step_moments(
 
 
 def weight_seen(decay: Scalar, steps: Steps) -> Any:
-    """The sum of the first weights of a decaying mean, in float32."""
-    if isinstance(steps, np.ndarray):
-        return 1 - np.float32(decay) ** steps.astype(np.float32)
+    """The sum of the weights of so many terms of a decaying mean."""
     return 1 - decay**steps
 
 
@@ -302,7 +298,7 @@ def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], .
     mean, square, cube = (x / total for x in sums[1:])
     variance = square - mean**2
     # Of a single step it is rounding, and its root has an infinite derivative at zero.
-    varies = variance > ROUNDING * square
+    varies = variance > ROUNDING * jnp.finfo(square.dtype).eps * square
     variance = jnp.where(varies, variance, 1.0)
     third = cube - 3 * mean * square + 2 * mean**3
     skew = jnp.where(varies, third / (2 * variance), 0.0)
@@ -317,20 +313,20 @@ def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], .
 
 def fading(decay: Scalar, missed: Missed) -> jax.Array:
     """``decay ** steps``, what the missed steps leave of a decaying mean."""
-    return _powers(decay, missed.steps)
+    return _powers(decay, missed.steps, missed.run.dtype)
 
 
-def _powers(ratio: Scalar, exponents: jax.Array) -> jax.Array:
-    return jnp.power(jnp.float32(ratio), exponents.astype(jnp.float32))
+def _powers(ratio: Scalar, exponents: jax.Array, dtype: np.dtype) -> jax.Array:
+    return jnp.power(jnp.asarray(ratio, dtype), exponents.astype(dtype))
 
 
-def _at_each(value: Scalar | Schedule, steps: Steps) -> Any:
+def _at_each(value: Scalar | Schedule, steps: Steps, dtype: np.dtype) -> Any:
     """A hyperparameter at each of ``steps`` (a schedule counts from 0)."""
     if callable(value):
-        return jax.vmap(lambda step: jnp.asarray(value(step), jnp.float32))(steps - 1)
+        return jax.vmap(lambda step: jnp.asarray(value(step), dtype))(steps - 1)
     if isinstance(steps, np.ndarray):
-        return np.full(steps.shape, value, np.float32)
-    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), steps.shape)
+        return np.full(steps.shape, value, dtype)
+    return jnp.broadcast_to(jnp.asarray(value, dtype), steps.shape)
 
 
 def _read(columns: Arrays, rows: jax.Array) -> Arrays:
@@ -341,5 +337,6 @@ def _read(columns: Arrays, rows: jax.Array) -> Arrays:
     )
 
 
-def _steps_to_vanish(ratio: Scalar) -> int:
-    return max(1, math.ceil(math.log(NEGLIGIBLE) / math.log(max(ratio, 1e-9))))
+def _steps_to_vanish(ratio: Scalar, dtype: np.dtype) -> int:
+    left = NEGLIGIBLE * float(jnp.finfo(dtype).eps)
+    return max(1, math.ceil(math.log(left) / math.log(max(ratio, left))))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,6 +75,12 @@ class GradientTransformation:
         self._step = _step_of(apply, check) if apply else in_two(self.update)
         # Bound once, so that jax.jit(tx.apply) finds its program again.
         vars(self).update(apply=self.apply, catch_up=self.catch_up, flush=self.flush)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of Optax where it is loaded, as its combinators ask for extra arguments."""
+        own = type(self)
+        return getattr(sys.modules.get("optax"), "GradientTransformationExtraArgs", own)
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
@@ -470,6 +477,19 @@ def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any
         is_leaf=is_leaf,
     )
     return updates, boundary.shardings_of(state)
+
+
+def shardings_of_step(
+    grads: Gradients, state: State, params: Params, *rest: Any
+) -> tuple[PyTree, PyTree]:
+    """How the results of ``apply`` are split over devices, where types tell."""
+    return shardings_of_params(params, state, grads, rest)
+
+
+def shardings_of_params(params: Params, state: State, *rest: Any) -> tuple[PyTree, PyTree]:
+    """How ``(params, state)`` are split over devices, where types tell."""
+    del rest
+    return boundary.shardings_of(params), boundary.shardings_of(state)
 
 
 def left_to_xla(tree: PyTree, state: State) -> PyTree:

@@ -1,7 +1,6 @@
 """Rules: state arrays and the arithmetic of a step."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,11 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jslices._arguments import is_number, shown
+from jslices._jax import is_staged
 from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
 from jslices._typing import Scalar as Scalar
 from jslices._typing import Schedule as Schedule
-from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.missed import MissedSteps, weight_seen
 
 # --- A step -----------------------------------------------------------------------------
 
@@ -74,14 +74,9 @@ class Step:
         return corrected
 
 
-@functools.partial(jax.jit, inline=True)
-def _weight_seen(decay: Scalar, count: jax.Array) -> jax.Array:
-    """The sum of the weights of ``count`` terms of a decaying mean.
-
-    A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has
-    only four digits of it left.
-    """
-    return 1 - decay**count
+# A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has only
+# four digits of it left.
+_weight_seen = jax.jit(weight_seen, inline=True)
 
 
 def squared(x: jax.Array) -> jax.Array:
@@ -118,7 +113,10 @@ def next_count(count: jax.Array) -> jax.Array:
 
 def zero_count() -> jax.Array:
     """The number of steps taken so far: int32, ``[]``."""
-    return jnp.zeros([], jnp.int32)
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    explicit = is_staged() and jax.sharding.AxisType.Explicit in axes
+    # Else it is on no mesh, and would leave a step on the one that is used inside.
+    return jnp.zeros([], jnp.int32, out_sharding=jax.P() if explicit else None)
 
 
 def value_at(value: Scalar | Schedule, count: jax.Array) -> Any:

@@ -9,17 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial, PyTreeDef
 
-from jslices._arguments import check_array, shown
+from jslices._arguments import check_array, is_function, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
-from jslices._place.boundary import laid_out_as, on_any_mesh, shardings_of
+from jslices._place.boundary import laid_out_as, on_any_mesh
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
 from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine import protocol
+from jslices.optim.engine.boxes import boxed_anew, unboxed, within_boxes
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, zero_count
+from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, row_of, zero_count
 from jslices.optim.engine.step import Plan, choose_plan, step_rows
 
 #: The names of state arrays, and their shapes.
@@ -46,6 +47,7 @@ def transformation(
     In ``update``, a None gradient has update None and keeps its state. Rows of the state
     that no gradient touches are neither read nor written.
     """
+    mask = mask if is_function(mask) else unboxed(mask)
     run = _RuleOnTrees(state_type, rule, rule if other is None else other, mask)
     tx = GradientTransformation(run.init, run.update, apply=run.apply, plan=run.plan)
     if rule.missed is None:
@@ -60,8 +62,8 @@ def _shardings_of_step(
 ) -> tuple[PyTree, PyTree]:
     """How the results of a step are split over devices, where types tell."""
     del run, peeked
-    new = protocol.shardings_of_update(grads, state)
-    return (shardings_of(params), new[1]) if adds else new
+    of = protocol.shardings_of_step if adds else protocol.shardings_of_update
+    return of(grads, state, params)
 
 
 class _RuleOnTrees:
@@ -79,6 +81,7 @@ class _RuleOnTrees:
 
     @usual_promotion
     def init(self, params: Params) -> State:
+        in_boxes, params = params, unboxed(params)
         leaves, tree = flatten(params, is_leaf=is_slices)
         paths = protocol.paths_of(tree)
         for path, p in zip(paths, leaves, strict=True):
@@ -89,21 +92,22 @@ class _RuleOnTrees:
             check_array(name, p)
             protocol.check_width(name, jnp.result_type(p))
             warn_of_columns(path, p)
-        state = {
-            name: tree.unflatten(
-                [
-                    laid_out_as(p, rule.state[name](p))
-                    for rule, p in zip(rules, leaves, strict=True)
-                ]
-            )
-            for name in self.names
-        }
+        state = {}
+        for name in self.names:
+            starts = [rule.state[name] for rule in rules]
+            pairs = zip(starts, leaves, strict=True)
+            arrays = tree.unflatten([laid_out_as(p, start(p)) for start, p in pairs])
+            state[name] = boxed_anew(in_boxes, starts, arrays)
         if self.rule.missed is not None:
-            state["clock"] = exact.new_clock(params, rules)
+            clock = exact.new_clock(params, rules)
+            boxed = functools.partial(boxed_anew, in_boxes, [row_of(0)] * len(rules))
+            last, snapshot = boxed(clock.last), boxed(clock.snapshot)
+            state["clock"] = clock._replace(last=last, snapshot=snapshot)
         return self.state_type(count=zero_count(), **state)
 
     # --- a step ---------------------------------------------------------------------------
 
+    @within_boxes(0, 1)
     def update(
         self,
         grads: Gradients,
@@ -114,6 +118,7 @@ class _RuleOnTrees:
         """What :meth:`apply` adds, and the new state."""
         return self._step(protocol.left_to_xla(grads, state), state, params, peeked, False)
 
+    @within_boxes(2, 1)
     def apply(
         self,
         grads: Gradients,
@@ -185,6 +190,7 @@ class _RuleOnTrees:
 
         return kernel_of
 
+    @within_boxes(0)
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         rules, shapes = self._rules(params, tree), tree.flatten_up_to(params)
@@ -197,12 +203,14 @@ class _RuleOnTrees:
 
     # --- rows that catch up ---------------------------------------------------------------
 
+    @within_boxes(0, 1)
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         return self._advance(params, state, self._behind(params, state, ids))
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
 
+    @within_boxes(0)
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
         return self._peek(params, state, self._behind(params, state, rows))
 
@@ -223,7 +231,7 @@ class _RuleOnTrees:
             lambda rule: exact.missed_steps(rule, state.count, state.clock.run)
         )
 
-    @on_any_mesh(lambda self, params, state, _: (shardings_of(params), shardings_of(state)))
+    @on_any_mesh(lambda self, *args: protocol.shardings_of_params(*args))
     @usual_promotion
     def _advance(
         self, params: Params, state: State, behind: Sequence[exact.Behind]
@@ -265,6 +273,7 @@ class _RuleOnTrees:
 
     def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
+        grads, state, peeked = unboxed((grads, state, peeked))
         check_state(state, self.state_type, self.fields)
         arrays = jax.tree.leaves((grads, state))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
@@ -300,7 +309,7 @@ class _RuleOnTrees:
         """The rule of each leaf of ``tree``, the structure of params or of gradients."""
         if self.mask is None:
             return [self.rule] * tree.num_leaves
-        mask = self.mask(params) if callable(self.mask) else self.mask
+        mask = self.mask(params) if is_function(self.mask) else self.mask
         text = "the mask of the weight decay must be bools in the structure of params"
         bits = broadcast_prefix(mask, params, f"{text}, or a prefix of it")
         if not all(isinstance(bit, bool | np.bool_ | int) for bit in bits):

@@ -15,9 +15,8 @@ from jslices.optim.transforms.base import as_transformation, catching_up, statel
 def chain(*transformations: Transformation) -> GradientTransformation:
     """Runs transformations in turn, each on what the one before it returned.
 
-    As ``optax.chain``, which takes our transformations as well, but passes them no extra
-    arguments of ``update`` (the ``value`` of ``reduce_on_plateau``). This one does, and
-    offers the ``apply``, ``catch_up`` and ``flush`` of its last transformation, and plans.
+    As ``optax.chain``, which takes our transformations as well. This one offers the
+    ``apply``, ``catch_up`` and ``flush`` of its last transformation as well, and plans.
 
     Args:
       transformations: of jslices or of Optax. An optimizer with ``untouched="exact"`` must

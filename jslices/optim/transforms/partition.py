@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import PyTreeDef
 
+from jslices._arguments import is_function
 from jslices._jax import broadcast_prefix, flatten
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
@@ -260,7 +261,7 @@ class _ByLabel:
         reference = grads if params is None else params
         leaves, tree = flatten(reference, is_leaf=is_leaf)
         labels = self.labels
-        if _is_label_function(labels):
+        if is_function(labels):
             if params is None:
                 reference = tree.unflatten(_shapes_of(self.argument, leaves))
             labels = labels(reference)
@@ -323,9 +324,3 @@ def _shapes_of(argument: str, grads: list[Any]) -> list[jax.ShapeDtypeStruct]:
             "to tell their shapes; pass the parameters: tx.update(grads, state, params)"
         )
     return [jax.ShapeDtypeStruct(g.shape, g.dtype) for g in grads]
-
-
-def _is_label_function(labels: PyTree) -> bool:
-    """True for a function; not for a module of labels that can be called."""
-    leaves = jax.tree.leaves(labels)
-    return callable(labels) and all(map(callable, leaves))

@@ -149,7 +149,8 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
       holds NaN or an infinity becomes NaN.
 
     Raises:
-      TypeError: for slices whose indices a foreign ``tree.map`` has changed.
+      TypeError: for row numbers, and slices whose indices a foreign ``tree.map`` has
+        changed.
       ValueError: for slices of an array of another shape, or a limit that is negative or
         not a single number.
 
@@ -171,17 +172,22 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
 
     @on_any_mesh(like_first)
     def project(params: Params, touched: PyTree, limit: jax.Array) -> Any:
-        return jax.tree.map(
-            lambda t, p: _projected(p, t, limit) if isinstance(t, IndexedSlices) else p,
-            touched,
-            params,
-            is_leaf=is_leaf,
-        )
+        project_leaf = lambda t, p: _projected(p, t, limit)  # noqa: E731
+        return jax.tree.map(project_leaf, touched, params, is_leaf=is_leaf)
 
     return project(params, touched, limit)
 
 
-def _projected(param: jax.Array, touched: IndexedSlices, limit: jax.Array) -> jax.Array:
+def _projected(param: jax.Array, touched: Leaf, limit: jax.Array) -> jax.Array:
+    if not isinstance(touched, IndexedSlices):
+        dtype = getattr(touched, "dtype", None) or np.asarray(touched).dtype
+        if jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_):
+            raise TypeError(
+                "project_rows wants the updates or gradients of the step, got "
+                f"{dtype}{list(np.shape(touched))}; for row numbers type "
+                "jslices.IndexedSlices(table[ids], ids, table.shape) in place of ids"
+            )
+        return param
     touched = as_leaf(touched)
     check_slices(touched)
     check_array("project_rows(params=...)", param)
