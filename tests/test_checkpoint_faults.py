@@ -232,6 +232,16 @@ def test_a_disk_that_fails_later(call, tmp_path, monkeypatch):
     assert saver.last_checkpoints == [path]
 
 
+@pytest.mark.parametrize("call", ["stat", "pwrite"])
+@pytest.mark.parametrize("raised", [TimeoutError("too slow"), OSError(errno.EIO, "fails")])
+def test_errors_stay_what_they_are(call, raised, tmp_path, monkeypatch):
+    """Of a handler of signals, and of a disk that cannot say if a directory is there."""
+    with monkeypatch.context() as patch, pytest.raises(type(raised), match=raised.args[-1]):
+        patch.setattr(os, call, lambda *_, **__: (_ for _ in ()).throw(raised))
+        js.Saver().save(B, tmp_path / "m", 1)
+    assert os.listdir(tmp_path) == []
+
+
 BIG = {"a": np.arange(3 * CHUNK // 4 + 1000, dtype=np.float32), "b": np.arange(7)}
 
 

@@ -283,13 +283,10 @@ class TensorFile:
         return flat.view(dtype_named(self.dtypes[name])).reshape(shape)
 
     def take_bytes_as(self, name: str, dtype: str) -> None:
-        """View a tensor in its dtype that was written as bytes, a last axis.
-
-        So it was before safetensors had a name for complex64.
-        """
-        *shape, width = self.shapes[name] or (0,)
-        if self.dtypes[name] == "uint8" and width == dtype_named(dtype).itemsize:
-            self.dtypes[name], self.shapes[name] = dtype, tuple(shape)
+        """View a tensor that was written as bytes, as before safetensors had its dtype."""
+        shape = self.shapes[name]
+        if self.dtypes[name] == "uint8" and shape[-1:] == (dtype_named(dtype).itemsize,):
+            self.dtypes[name], self.shapes[name] = dtype, shape[:-1]
 
     def release(self, name: str) -> None:
         """Drop the pages of a tensor from this process's memory; views stay valid."""
