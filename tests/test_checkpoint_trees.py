@@ -366,6 +366,10 @@ def test_the_format_stays(tmp_path, monkeypatch):
     assert restored["nested"] == full["nested"] and set(restored) == set(full)
     same(js.Saver().restore(folder / "shards", shards), shards)
     same(js.Saver().restore(folder / "delta"), dict(sorted(delta.items())))
+    # As it was before safetensors had a name for complex64.
+    restored = js.Saver().restore(GOLDEN / "complex_as_bytes")
+    assert restored["complex"].dtype == np.complex64 and restored["bytes"].shape == (2, 8)
+    np.testing.assert_array_equal(restored["complex"], [1, 2j])
 
     times = iter(range(0x1800000000000001, 0x1800000000000009, 2))
     monkeypatch.setattr(time, "time_ns", lambda: next(times))

@@ -116,15 +116,15 @@ def test_new_and_changed_variables(tmp_path):
 
 def test_comparing_sees_bits(tmp_path):
     saver = js.Saver()
-    first = {"t": np.array([[0.0], [np.nan], [1.0]]), "c": np.ones(3, np.complex64)}
+    first = {"t": np.array([[0.0], [np.nan], [1.0]]), "c": np.ones(3, np.complex128)}
     saver.save(first, tmp_path / "m", 0)
     now = {
         "t": np.array([[-0.0], [np.nan], [1.0]]),
-        "c": np.array([1, 1j, 1], np.complex64),
+        "c": np.array([1, 1j, 1], np.complex128),
     }
     path = saver.save_delta(now, tmp_path / "m", 1)
     shapes = TensorFile(path).shapes
-    assert shapes["t"] == (1, 1) and shapes["c"] == (1, 8)
+    assert shapes["t"] == (1, 1) and shapes["c"] == (1, 16)
     restored = saver.restore(path)
     assert restored["t"].tobytes() == now["t"].tobytes()
     np.testing.assert_array_equal(restored["c"], now["c"])

@@ -649,6 +649,12 @@ def test_what_is_refused_names_the_file(tmp_path):
         with pytest.raises(js.DataLossError, match=r"empty is cut off after 0 bytes"):
             act(tmp_path / "empty")
     assert not (tmp_path / "empty").read_bytes()
+    (tmp_path / "later").write_bytes(path.read_bytes().replace(b"table 2", b"table 3", 1))
+    for act in (opened, saver.restore):
+        with pytest.raises(
+            js.InvalidArgumentError, match=r"later is of format 3.* a later"
+        ):
+            act(tmp_path / "later")
     with pytest.raises(js.InvalidArgumentError, match=r"\"rows\": 20.*table\.grow"):
         opened(path, V + 1)
     for call, error, message in [
@@ -722,6 +728,71 @@ def test_a_disk_that_is_full(tmp_path):
     command = ["unshare", "-rm", "sh", "-c", mount, "sh", tmp_path, sys.executable, setup]
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.stdout.split() == [*["refused"] * 4, "table"], said.stderr
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_file_that_is_cut_off_while_it_is_open(tmp_path, overlap):
+    table = opened(tmp_path / "t", overlap=overlap)
+    step(table)
+    os.truncate(tmp_path / "t", 100)
+    refused = pytest.raises(js.DataLossError, match=r"t was cut off after 100 bytes by")
+    for call in (lambda: table.read([1]), lambda: table.steps, lambda: step(table)):
+        with refused:
+            call()
+    with refused if overlap else contextlib.nullcontext():
+        table.close()  # a step waited
+    table.close()
+    with pytest.raises(js.FailedPreconditionError, match="is closed"):
+        table.read([1])
+
+
+def test_restore_only_reads(killed, tmp_path):
+    with opened(tmp_path / "t") as table:
+        step(table)
+        table.save(tmp_path / "copy")
+    before, times = contents(tmp_path), os.stat(tmp_path / "copy").st_mtime_ns
+    os.chmod(tmp_path / "copy", 0o444)
+    os.chmod(tmp_path, 0o555)
+    with open(tmp_path / "copy") as reader:  # as another process that restores it
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        other = opened(None)
+        other.restore(tmp_path / "copy")
+    assert check_whole(other) == 1
+    os.chmod(tmp_path, 0o755)
+    assert contents(tmp_path) == before
+    assert os.stat(tmp_path / "copy").st_mtime_ns == times
+    folder, (pairs, _) = tmp_path / "killed", killed
+    folder.mkdir()
+    for pair in pairs:  # whole, or refused
+        path = put(folder, *pair)
+        try:
+            other.restore(path)
+        except js.FailedPreconditionError as error:
+            assert "table-journal has a step that may not be in" in str(error)
+        else:
+            assert check_whole(other) in (1, 2)
+        assert (path.read_bytes(), (folder / "table-journal").read_bytes()) == pair
+
+
+@pytest.mark.parametrize("call", ["fsync", "flush", "ftruncate", "write"])
+@pytest.mark.parametrize("arguments", [["slow"], [errno.EIO, "fails"]])
+def test_errors_of_the_disk_name_the_file(call, arguments, tmp_path, monkeypatch):
+    """What a handler of signals raises, an OSError without a number, is left alone."""
+    raised = OSError(*arguments)
+
+    def fails(*_):
+        raise raised
+
+    table, flushes = opened(tmp_path / "t"), call in ("fsync", "flush")
+    step(table)
+    with monkeypatch.context() as patch, pytest.raises(OSError) as info:
+        patch.setattr(mmap.mmap if call == "flush" else os, call, fails)
+        table.flush() if flushes else table.save(tmp_path / "copy")
+    assert info.value is raised
+    assert str(raised) == "slow" or str(tmp_path) in str(raised)
+    lasts = flushes and raised.errno is not None
+    with pytest.raises(OSError, match=r"/t'") if lasts else contextlib.nullcontext():
+        table.close()  # an earlier flush failed
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):

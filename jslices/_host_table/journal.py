@@ -36,6 +36,7 @@ and then flushes the file and gives it a new id.
 
 import atexit
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -120,10 +121,11 @@ class Journal:
         return [x for x in self.members if isinstance(x, storage.FileRecords)]
 
     def check_usable(self, table: object) -> None:
-        """Refuse to go on after ``close``, and in a forked process.
+        """Refuse to go on after ``close``, in a forked process, and without the file.
 
         Raises:
           FailedPreconditionError: in these cases.
+          DataLossError: for a file that was cut off.
         """
         if self._files and os.getpid() != self._pid:
             raise FailedPreconditionError(
@@ -132,6 +134,11 @@ class Journal:
             )
         if self.closed:
             raise FailedPreconditionError(f"{table!r} is closed; make another HostTable")
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        for member in self._files:
+            member.check_length()
 
     # --- writing ----------------------------------------------------------------------
 
@@ -140,9 +147,10 @@ class Journal:
         self._resume()
         if self.pending:
             try:
+                self._check_lengths()
                 parts = [rows.part() for rows in self.pending]
-            except (FailedPreconditionError, jax.errors.JaxRuntimeError):
-                self.pending = ()  # rows of another fetch, or that could not be computed
+            except (DataLossError, FailedPreconditionError, jax.errors.JaxRuntimeError):
+                self.pending = ()  # no file, rows of another fetch, or a step that failed
                 raise
             self.write(parts)  # whatever else is raised, the next call tries again
 
@@ -196,11 +204,11 @@ class Journal:
         self.finish()
         if self._flush_error is not None:
             raise OSError(
-                self._flush_error.errno,
-                f"an earlier flush failed ({self._flush_error.strerror}), and what is on "
+                self._flush_error.errno or errno.EIO,  # it may be a handler's TimeoutError
+                f"an earlier flush failed ({self._flush_error}), and what is on "
                 "the disk is not certain: save(path) makes a copy, close() lets the file "
                 "be opened again",
-                self._flush_error.filename,
+                self._flush_error.filename or self._files[0].path,
             ) from self._flush_error
         try:
             for member in self._files:

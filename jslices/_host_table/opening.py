@@ -5,7 +5,7 @@ import functools
 import os
 import struct
 
-from jslices import DataLossError, NotFoundError
+from jslices import DataLossError, FailedPreconditionError, NotFoundError
 from jslices._host_table import records as storage
 from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
 from jslices._host_table.records import File, FileForm, FileRecords, Offsets
@@ -15,13 +15,15 @@ from jslices.checkpoint import files
 def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
     """Open a file at an absolute path without links, whole, and lock it.
 
+    Without ``make`` it is only read, and so is its journal.
+
     Raises:
       NotFoundError: if there is none, and ``make`` is False.
       InvalidArgumentError: for a file of another table, or of another kind.
-      FailedPreconditionError: for one that is open.
+      FailedPreconditionError: for one that is open, or to be read and lacks a step.
       DataLossError: for a file, or a journal beside it, that is damaged or another's.
     """
-    while (lock := storage.locked(path)) is None:
+    while (lock := storage.locked(path, "r+" if make else "r")) is None:
         if not make:
             raise NotFoundError(f"{path} is not there; give what save(path) wrote")
         _refuse_orphan(path)
@@ -38,14 +40,16 @@ def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
             raise
         new.close()  # another process was faster
     try:
-        storage.clean(path)
+        if make:
+            storage.clean(path)
         form.check(lock)
         settle(lock, form)
         records = FileRecords(path, lock, form)
     except BaseException:
         lock.close()
         raise
-    records.renew()
+    if make:
+        records.renew()
     return records
 
 
@@ -61,7 +65,10 @@ def _refuse_orphan(path: str) -> None:
 
 
 def settle(file: File, form: FileForm) -> None:
-    """Restore a locked file to a whole step by the journal beside it, which is deleted."""
+    """Restore a locked file to a whole step by the journal beside it, which is deleted.
+
+    One that is only read must be whole.
+    """
     path, journal = file.path, storage.journal_of(file.path)
     head = read_head(journal)
     if head is not None and head.unflushed and head.boot != this_boot():
@@ -71,6 +78,11 @@ def settle(file: File, form: FileForm) -> None:
             f"copy that save(path) made in its place and delete {journal}; or delete only "
             "that, to take the rows as they are"
         )
+    if head is not None and head.started and not file.writable():
+        raise FailedPreconditionError(
+            f"{journal} has a step that may not be in {path}: open that as a HostTable, "
+            "which writes it, and close it first"
+        )
     replayed = head is not None and head.started and _replay(file, form, head)
     done, in_progress = _numbers(file, form.at)
     if in_progress != done or done < 0:
@@ -79,6 +91,8 @@ def settle(file: File, form: FileForm) -> None:
             f"whole, and {journal} does not have it: put that journal back beside it, or a "
             "copy that save(path) made in its place"
         )
+    if not file.writable():
+        return
     if head is not None and head.tables > 1:
         os.sync()  # the files of the other tables of this journal, too
     elif head is not None:

@@ -18,6 +18,7 @@ import json
 import mmap
 import operator
 import os
+import re
 import shutil
 import stat
 import struct
@@ -79,10 +80,11 @@ class File(io.FileIO):
             view = memoryview(data)
         else:
             view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        descriptor = self.fileno()
         with files.naming(self.path):
-            os.lseek(self.fileno(), offset, os.SEEK_SET)
+            os.lseek(descriptor, offset, os.SEEK_SET)
             while len(view):
-                view = view[os.write(self.fileno(), view) :]
+                view = view[os.write(descriptor, view) :]
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -213,6 +215,12 @@ class FileForm:
                 f"least {self.at.first}: put a copy in its place, or delete it to begin a "
                 "new table"
             )
+        later = re.match(rb"jslices host table (\d{1,9})\n", start)
+        if later and int(later[1]) > 2:
+            raise InvalidArgumentError(
+                f"{path} is of format {int(later[1])} and this version of jslices reads 2: "
+                "it was made by a later version, so update jslices"
+            )
         if magic != _MAGIC:
             raise InvalidArgumentError(
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
@@ -244,12 +252,14 @@ class FileRecords(Records):
         self._temporary = path if temporary else None
         # The map and its descriptor may outlive the table; the lock has a file of its own.
         self._lock = lock
-        self._file = File(path, "r+")
+        writable = lock.writable()
+        self._file = File(path, "r+" if writable else "r")
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
             with files.naming(path):
-                if _is_in_memory(self._file):  # where reading a hole takes room as well
+                if writable and _is_in_memory(self._file):  # where reading takes room too
                     os.posix_fallocate(self._file.fileno(), 0, form.at.size)
-                self._map = mmap.mmap(self._file.fileno(), form.at.size)
+                self._map = mmap.mmap(self._file.fileno(), form.at.size, access=access)
         except BaseException:
             self._file.close()
             raise
@@ -292,6 +302,15 @@ class FileRecords(Records):
             self._map.flush()
         self._file.sync()
 
+    def check_length(self) -> None:
+        """Refuse to go on with a file that was cut off, whose pages end the process."""
+        length = os.fstat(self._file.fileno()).st_size
+        if length < self.form.at.size:
+            raise DataLossError(
+                f"{self.path} was cut off after {length} bytes by something else while a "
+                "HostTable had it open: close the table, and put a copy in its place"
+            )
+
     def check_path(self) -> None:
         """Refuse to go on where another file, or none, has taken the place of this one."""
         with contextlib.suppress(FileNotFoundError):
@@ -330,7 +349,7 @@ def make(path: str, form: FileForm) -> FileRecords:
     lock = File(files.open_new(temporary), "r+")
     try:
         lock.renamed = temporary
-        with files.naming(path):
+        with files.naming(temporary):
             os.ftruncate(lock.fileno(), form.at.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
         lock.write_at(form.at.state, state)
@@ -352,8 +371,10 @@ def clean(path: str) -> None:
                     files.remove(temporary)
 
 
-def locked(path: str) -> File | None:
+def locked(path: str, mode: str = "r+") -> File | None:
     """Open a file and lock it for as long as it is open; None if there is none.
+
+    Several may read it at a time (``mode="r"``).
 
     Raises:
       InvalidArgumentError: for a directory, a pipe or a device.
@@ -366,7 +387,7 @@ def locked(path: str) -> File | None:
                     f"{path} is no file but a directory, a pipe or a device; give the path "
                     "of a HostTable's file, or of none yet"
                 )
-            file = File(path, "r+")
+            file = File(path, mode)
         except FileNotFoundError:
             return None
         try:
@@ -385,7 +406,8 @@ def _lock(file: File) -> None:
     if fcntl is None:
         return
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH
+        fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise FailedPreconditionError(
             f"{file.path} is open as a HostTable, in another process or in this one, and "

@@ -369,7 +369,7 @@ class HostTable(Journaled):
 
     @one_at_a_time
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Takes over all rows, and the number of stored steps, from a file.
+        """Takes over all rows, and the number of stored steps, from a file: only reads it.
 
         For a table in a file all rows are copied to another file, for which the disk needs
         room; it replaces the old one when complete.
@@ -377,7 +377,7 @@ class HostTable(Journaled):
         Raises:
           NotFoundError: if there is none.
           InvalidArgumentError: if it is of another table or optimizer.
-          FailedPreconditionError: if it is open.
+          FailedPreconditionError: if it is open, or has a step in the journal beside it.
           DataLossError: if it was cut off.
         """
         self._journal.finish()

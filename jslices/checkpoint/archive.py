@@ -210,6 +210,8 @@ class _Layer:
             if set(its_info.starts) != set(file.shapes):
                 raise DataLossError(f"{file.path} does not hold the tensors that it names")
             for name, start in its_info.starts.items():
+                if name in self.info.specs and self.info.specs[name].dtype == "complex64":
+                    file.take_bytes_as(name, "complex64")
                 # The last axis of raw bytes, and that of keys, is held whole.
                 shape = file.shapes[name]
                 start += (0,) * (len(shape) - len(start))
@@ -255,7 +257,7 @@ class _Layer:
                 target, source = both
                 others: Any = (..., *source[1:])
                 out[target] = piece.file.view(name, *source[:1])[others]
-                piece.file.release()
+                piece.file.release(name)
         return out
 
     def replay(self, name: str, box: boxes.Box, out: np.ndarray) -> None:

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,24 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{24})\.tmp", re.DOTALL)
 _SHARD = re.compile(
     r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5})", re.DOTALL
 )
+
+
+#: Errors of paths at which there can be nothing.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Give errors of a descriptor the path of its file.
+
+    What a handler of signals raises stays as it is: a TimeoutError is an OSError, too.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = path
+        raise
 
 
 # --- writing --------------------------------------------------------------------------
@@ -74,17 +93,6 @@ def replacing(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Let an error of the system name a file; not what a signal handler raises."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = path
-        raise
-
-
 def write_and_flush(descriptor: int, text: str) -> None:
     """Write a new small file and flush it to the disk."""
     data = text.encode("ascii")
@@ -111,7 +119,7 @@ def sync_directory(directory: str) -> None:
     if os.name == "posix":
         descriptor = os.open(directory or ".", os.O_RDONLY)
         try:
-            with naming(directory):
+            with naming(directory or "."):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -212,14 +220,26 @@ def unsharded_in(directory: str) -> list[str]:
     return [path for path in entries if os.path.isfile(path)]
 
 
+def _mode(path: str) -> int:
+    """What is at a path; 0 for nothing. A disk that fails is not an answer."""
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+    except ValueError:  # no name of a file has a NUL in it
+        pass
+    return 0
+
+
 def families(prefix: str) -> list[list[str]]:
     """List the sets of files that a path may mean: one file, or some shards."""
-    families = [[prefix]] if os.path.isfile(prefix) else []
+    families = [[prefix]] if stat.S_ISREG(_mode(prefix)) else []
     directory, name = os.path.split(prefix)
     try:
         entries = sorted(os.listdir(directory or "."))
-    except OSError as error:  # there can be no such directory
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+    except OSError as error:
+        if error.errno not in _ABSENT:
             raise
         entries = []
     for entry in entries:
@@ -253,8 +273,8 @@ def checkpoint_path(
         raise ValueError(
             f"'latest_filename' collides with 'save_path': {state!r} and {prefix!r}"
         )
-    if not os.path.isdir(directory or "."):
+    if not stat.S_ISDIR(_mode(directory or ".")):
         raise ValueError(f"Parent directory of {prefix} doesn't exist, can't save.")
-    if os.path.isdir(prefix):
+    if stat.S_ISDIR(_mode(prefix)):
         raise ValueError(f"{prefix} is a directory; give the path of a file")
     return prefix

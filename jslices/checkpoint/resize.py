@@ -196,8 +196,9 @@ def _owner(name: str, params: Mapping[str, Any], is_bare: bool) -> str:
         return next(iter(params))
     # A clock keeps several numbers for each row, in a tuple.
     name = re.sub(r"((?:^|/)clock/snapshot/.*)/\d+$", r"\1", name)
-    owners = [p for p in params if f"/{name}".endswith(f"/{p}")]
-    return max(owners, key=len, default="")
+    parts = name.split("/")
+    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((end for end in ends if end in params), "")
 
 
 def _resized(

@@ -36,6 +36,7 @@ CODES = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    "complex64": "C64",
 }
 _DTYPES = {code: name for name, code in CODES.items()}
 
@@ -282,10 +283,19 @@ class TensorFile:
         flat = np.frombuffer(data[first:last], np.uint8)
         return flat.view(dtype_named(self.dtypes[name])).reshape(shape)
 
-    def release(self) -> None:
-        """Drop viewed pages from this process's memory; views stay valid."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._bytes.madvise(mmap.MADV_DONTNEED)
+    def take_bytes_as(self, name: str, dtype: str) -> None:
+        """View a tensor that was written as bytes, as before safetensors had its dtype."""
+        shape = self.shapes[name]
+        if self.dtypes[name] == "uint8" and shape[-1:] == (dtype_named(dtype).itemsize,):
+            self.dtypes[name], self.shapes[name] = dtype, shape[:-1]
+
+    def release(self, name: str) -> None:
+        """Drop the pages of a tensor from this process's memory; views stay valid."""
+        begin, end = (self._start + offset for offset in self._offsets[name])
+        # Not those of the whole file, which would cost 0.4 ms a tensor in one of 40 GB.
+        if begin < end and hasattr(mmap, "MADV_DONTNEED"):
+            begin -= begin % mmap.PAGESIZE
+            self._bytes.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _check(self, name: str, start: int, chunk: memoryview) -> None:
         sums = self.metadata.get(f"crc32:{name}", "")

@@ -1,5 +1,7 @@
 """Trees of variables: names of the leaves, choosing some, the structure as JSON."""
 
+import bisect
+import collections
 import fnmatch
 import re
 import reprlib
@@ -33,8 +35,7 @@ def named_leaves(
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     names = [_path_text(path) or _ROOT for path, _ in pairs]
     check_names(names)
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
+    if twice := _twice(names):
         raise InvalidArgumentError(
             f"two variables would be saved under one name: {twice}. A key that contains a "
             "'/' means the same as a dict within a dict; rename one of them"
@@ -44,6 +45,11 @@ def named_leaves(
 
 def _path_text(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once."""
+    return sorted(n for n, count in collections.Counter(names).items() if count > 1)
 
 
 def bad_names(names: Iterable[str]) -> str | None:
@@ -100,11 +106,12 @@ def resolve_name(name: str, available: Container[str]) -> str:
     return name if name in available else name.removesuffix(":0")
 
 
-def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
+def matching(pattern: str, names: Mapping[str, Any], argument: str) -> list[str]:
     """Expand a name, or a pattern such as ``*/table``, to one name at least."""
-    names = list(names)
     exact = resolve_name(pattern, names)
-    matches = [n for n in names if n == exact or fnmatch.fnmatchcase(n, pattern)]
+    matches = [exact] if exact in names else []
+    if any(mark in pattern for mark in "*?["):  # a plain name costs no look at the others
+        matches = [n for n in names if n == exact or fnmatch.fnmatchcase(n, pattern)]
     if not matches:
         raise NotFoundError(
             f"{argument} names no variable with {pattern!r}; there are {brief(names)}, and "
@@ -136,9 +143,7 @@ def check_var_list(var_list: object, allow_empty: bool) -> VarList:
         )
     if not names and not allow_empty:
         raise ValueError("No variables to save: var_list is empty")
-    bare = [n.removesuffix(":0") for n in names]
-    twice = sorted({n for n in bare if bare.count(n) > 1})
-    if twice:
+    if twice := _twice(n.removesuffix(":0") for n in names):
         raise ValueError(f"var_list names {twice} twice; give each variable one name")
     check_names(var_list, "in a checkpoint ")
     return var_list
@@ -156,7 +161,7 @@ def choose(available: Sequence[str], var_list: VarList, where: str) -> dict[str,
     """
     if var_list is None:
         return {name: name for name in available}
-    names = set(available)
+    names, ordered = set(available), sorted(available)
     if not isinstance(var_list, Mapping):
         var_list = {resolve_name(n, names): n for n in var_list}
     chosen: dict[str, str] = {}
@@ -166,7 +171,9 @@ def choose(available: Sequence[str], var_list: VarList, where: str) -> dict[str,
         if name in names:
             chosen[saved] = name
             continue
-        below = [n for n in available if n.startswith(f"{name}/")]
+        # The "0" comes after the "/".
+        first, end = (bisect.bisect_left(ordered, f"{name}{mark}") for mark in "/0")
+        below = ordered[first:end]
         chosen.update({saved + n[len(name) :]: n for n in below})
         if not below:
             missing.append(name)

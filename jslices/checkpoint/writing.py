@@ -139,11 +139,12 @@ class Save:
             try:
                 yield
             except OSError as error:
-                if error.errno is None:  # what a signal handler raises
+                if error.errno is None:  # of a handler of signals, whose caller knows it
+                    error.add_note(f"{self.prefix} {self._outcome()}")
                     raise
                 raise OSError(
                     error.errno,
-                    f"{error.strerror or error}; {self.prefix} {self._outcome()}",
+                    f"{error.strerror}; {self.prefix} {self._outcome()}",
                     error.filename or self.prefix,
                 ) from error
 
