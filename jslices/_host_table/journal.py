@@ -294,9 +294,8 @@ class Journal:
             link = storage.journal_of(member.path)
             if os.path.islink(link) and os.path.realpath(link) == first:
                 files.remove(link)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(first), os.fstat(self._file.fileno())):
-                os.unlink(first)
+        if self._file.is_at(first):
+            files.remove(first)
         self._file.close()
         self._file = None
 

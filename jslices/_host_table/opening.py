@@ -28,26 +28,20 @@ def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
             raise NotFoundError(f"{path} is not there; give what save(path) wrote")
         _refuse_orphan(path)
         new = storage.make(path, form)
-        try:
+        with storage.closed_on_error(new):
             new.flush()  # a power failure leaves all of it, or no file of this name
             with files.directory_lock(os.path.dirname(path), exclusive=True):
                 if not os.path.lexists(path):
                     files.remove(storage.journal_of(path))
                     new.publish(path)
                     return new
-        except BaseException:
-            new.close()
-            raise
         new.close()  # another process was faster
-    try:
+    with storage.closed_on_error(lock):
         if make:
             storage.clean(path)
         form.check(lock)
         settle(lock, form)
         records = FileRecords(path, lock, form)
-    except BaseException:
-        lock.close()
-        raise
     if make:
         records.renew()
     return records

@@ -31,6 +31,7 @@ import numpy as np
 from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Field, Layout
 from jslices.checkpoint import files
+from jslices.checkpoint.boxes import row_blocks
 from jslices.extend import human_bytes
 
 try:
@@ -86,10 +87,26 @@ class File(io.FileIO):
             while len(view):
                 view = view[os.write(descriptor, view) :]
 
+    def is_at(self, path: str) -> bool:
+        """True if it is this file, and not another or none, that has a path."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(path), os.fstat(self.fileno()))
+        return False
+
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
         with files.naming(self.path):
             os.fsync(self.fileno())
+
+
+@contextlib.contextmanager
+def closed_on_error(opened: "File | Records") -> Iterator[None]:
+    """A context that closes a file, or the records in it, if the block raises."""
+    try:
+        yield
+    except BaseException:
+        opened.close()
+        raise
 
 
 class Part(NamedTuple):
@@ -136,19 +153,13 @@ class Records:
         """Let others open the file, if there is one."""
 
 
-def copy_records(source: Records, target: Records, rows: int) -> None:
-    """Copy records, so many at a time, except rows that began in neither."""
-    for part in parts_of(len(source.array), rows):
+def copy_records(source: Records, target: Records) -> None:
+    """Copy records block by block, except rows that began in neither."""
+    for part in row_blocks(source.array.shape, source.array.itemsize):
         words = source.array[part]
         if words.any() or target.array[part].any():
             target.put(part.start, words)
     target.set_shared(source.shared)
-
-
-def parts_of(num_rows: int, rows: int) -> Iterator[slice]:
-    """Ranges of so many rows that together are all of them."""
-    for start in range(0, num_rows, rows):
-        yield slice(start, min(start + rows, num_rows))
 
 
 class Offsets(NamedTuple):
@@ -255,14 +266,10 @@ class FileRecords(Records):
         writable = lock.writable()
         self._file = File(path, "r+" if writable else "r")
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        try:
-            with files.naming(path):
-                if writable and _is_in_memory(self._file):  # where reading takes room too
-                    os.posix_fallocate(self._file.fileno(), 0, form.at.size)
-                self._map = mmap.mmap(self._file.fileno(), form.at.size, access=access)
-        except BaseException:
-            self._file.close()
-            raise
+        with closed_on_error(self._file), files.naming(path):
+            if writable and _is_in_memory(self._file):  # where reading takes room too
+                os.posix_fallocate(self._file.fileno(), 0, form.at.size)
+            self._map = mmap.mmap(self._file.fileno(), form.at.size, access=access)
         if hasattr(mmap, "MADV_RANDOM"):  # read one page, not those around it
             self._map.madvise(mmap.MADV_RANDOM)
         self.done, *self.shared = _arrays(self._map, form.at.state, form.like)
@@ -313,13 +320,11 @@ class FileRecords(Records):
 
     def check_path(self) -> None:
         """Refuse to go on where another file, or none, has taken the place of this one."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
-                return
-        raise DataLossError(
-            f"{self.path} was deleted or replaced while a HostTable had it open, and what "
-            "was stored since is in no file: table.save(path) writes it to another"
-        )
+        if not self._file.is_at(self.path):
+            raise DataLossError(
+                f"{self.path} was deleted or replaced while a HostTable had it open, and "
+                "what was stored since is in no file: table.save(path) writes it to another"
+            )
 
     def publish(self, path: str) -> None:
         """Give a file that was made its name; the same if done again."""
@@ -390,15 +395,10 @@ def locked(path: str, mode: str = "r+") -> File | None:
             file = File(path, mode)
         except FileNotFoundError:
             return None
-        try:
+        with closed_on_error(file):
             _lock(file)
-            # Another may have been renamed to it between the two.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    return file
-        except BaseException:
-            file.close()
-            raise
+            if file.is_at(path):  # another may have been renamed to it between the two
+                return file
         file.close()
 
 

@@ -23,10 +23,9 @@ from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
 from jslices._host_table.rows import Fetched, HostRows, Stored
+from jslices.checkpoint.boxes import row_blocks
 from jslices.extend import PyTree, as_transformation
 
-#: Bytes of records that are copied, or caught up, at a time.
-_CHUNK = 1 << 26
 #: Numbers of all tables' fetches, so that none takes the rows of another for its own.
 _TICKETS = itertools.count(1)
 
@@ -328,11 +327,12 @@ class HostTable(Journaled):
         records = self._records
         if not self._layout.tx.catches_up:
             return
-        for part in storage.parts_of(len(records.array), self._part_rows):
+        blocks = list(row_blocks(records.array.shape, records.array.itemsize))
+        for part in blocks:
             words = records.array[part]
             written = np.flatnonzero(words[:, -1])
-            if len(written):
-                padded = np.zeros((self._part_rows, words.shape[1]), words.dtype)
+            if len(written):  # as many rows as in the first: one program is compiled
+                padded = np.zeros((blocks[0].stop, words.shape[1]), words.dtype)
                 padded[: len(words)] = words
                 rows = self._rows_of(padded, np.arange(part.start, part.stop))
                 _, rows = on_device.caught_up(rows, np.int32(records.shared[0] % 2**31))
@@ -387,8 +387,7 @@ class HostTable(Journaled):
         with contextlib.closing(saved):
             self._fetched = None
             if self._path is None:
-                copy = storage.copy_records
-                take = functools.partial(copy, saved, records, self._part_rows)
+                take = functools.partial(storage.copy_records, saved, records)
             else:
                 new = self._copied_to(self._path, saved)
                 take = functools.partial(self._journal.replace, records, new)
@@ -416,7 +415,7 @@ class HostTable(Journaled):
         self._journal.finish()
         if self._path is None:
             new = storage.Records(self._layout, num_rows, self._shared)
-            storage.copy_records(records, new, self._part_rows)
+            storage.copy_records(records, new)
         else:
             new = self._copied_to(self._path, records, num_rows)
         self._journal.do(functools.partial(self._journal.replace, records, new))
@@ -426,12 +425,9 @@ class HostTable(Journaled):
     ) -> storage.FileRecords:
         """A new file, on the disk, for a path."""
         copy = storage.make(path, self._form(num_rows or len(source.array)))
-        try:
-            storage.copy_records(source, copy, self._part_rows)
+        with storage.closed_on_error(copy):
+            storage.copy_records(source, copy)
             copy.flush()
-        except BaseException:
-            copy.close()
-            raise
         return copy
 
     def _form(self, num_rows: int) -> storage.FileForm:
@@ -445,11 +441,6 @@ class HostTable(Journaled):
             of_records = np.zeros(len(words), np.uint32)
             of_records[: len(numbers)] = numbers.astype(np.uint32)
         return HostRows(words, shared, np.int32(ticket), of_records, self._layout)
-
-    @functools.cached_property
-    def _part_rows(self) -> int:
-        record = self._layout.words * self._layout.word.itemsize
-        return min(self.shape[0], max(1, _CHUNK // record))
 
     # --- the file ---------------------------------------------------------------------
 
