@@ -81,6 +81,11 @@ class RowRead:
         """The leaves whose rows are read with cotangent slots, in order."""
         return [table.leaf for table in tables_read(self.view)]
 
+    @property
+    def is_direct(self) -> bool:
+        """True if it reads rows of a table, and an id in range is good."""
+        return isinstance(self.view, TableView) and self.good is None
+
     def output(self, operands: Values, take: Take) -> jax.Array:
         """The equation's output, from its operands' values.
 
@@ -90,21 +95,20 @@ class RowRead:
         return self.arrange(self._rows(operands, take), operands)
 
     def _rows(self, operands: Values, take: Take) -> jax.Array:
-        view, ids, mode = self.view, self.ids(operands), self.mode
+        view, ids, mode = self.view, wide(self.ids(operands)), self.mode
         height = view.shape[0]
         reader = Reader(lambda table, ids: take(table, ids, "clip", None), _just_take)
-        directly = isinstance(view, TableView) and self.good is None
         near = clipped_indices(ids, height)
         if mode == Mode.CLIP:
-            if directly:
+            if self.is_direct:
                 return take(view, RowIds((), ids, near), mode, None)
             return reader.rows(view, RowIds((), near, near))
-        if directly and self.graded is None:
+        if self.is_direct and self.graded is None:
             return take(view, RowIds((), ids, ids), mode, self.fill_value)
         good = _in_range(ids, height) if self.good is None else self.good(operands)
         graded = good if self.graded is None else self.graded(operands)
         record = jnp.where(graded, near, height)
-        if directly:
+        if self.is_direct:
             return take(view, RowIds((), ids, record), mode, self.fill_value)
         rows = reader.rows(view, RowIds((), near, record))
         if mode == Mode.PROMISE_IN_BOUNDS or self.graded is not None:
@@ -304,7 +308,7 @@ def _gather_rows(eqn: Equation, view: View, origins: Origins) -> RowRead | None:
 
     def ids(values: Values) -> jax.Array:
         if len(axes) == 1:
-            return lax.reshape(wide(values[1]), (count,))
+            return lax.reshape(values[1], (count,))
         starts = wide(values[1]).reshape(count, len(axes))
         rows = starts[:, column]
         if mode == Mode.FILL_OR_DROP:
@@ -356,7 +360,7 @@ def _gather_columns(
     rows, first = tuple(batch[axis] for axis in own), len(own)
 
     def ids(values: Values) -> jax.Array:
-        starts = wide(values[1])[..., column]
+        starts = values[1][..., column]
         once = tuple(slice(None) if axis in own else 0 for axis in range(len(batch)))
         return starts[once].reshape(math.prod(rows))
 
@@ -394,7 +398,7 @@ def _gather_transposed(eqn: Equation, view: Transposed) -> RowRead | None:
     if not one_id or sizes != one_row or numbers.operand_batching_dims:
         return None
     count, inner, column = math.prod(aval.shape[:-1]), view.inner, axes.index(axis)
-    ids = lambda values: wide(values[1])[..., column].reshape(count)  # noqa: E731
+    ids = lambda values: values[1][..., column].reshape(count)  # noqa: E731
     put = _arrangement(eqn)
 
     def arrange(rows: jax.Array, values: Values) -> jax.Array:
@@ -426,7 +430,7 @@ def _slice_transposed(eqn: Equation, view: Transposed) -> RowRead | None:
     axis, sizes = view.order.index(0), tuple(eqn.params["slice_sizes"])
     if sizes != tuple(1 if d == axis else n for d, n in enumerate(view.shape)):
         return None
-    ids = lambda values: wide(values[1 + axis]).reshape(1)  # noqa: E731
+    ids = lambda values: jnp.reshape(values[1 + axis], 1)  # noqa: E731
     arrange = lambda rows, values: jnp.transpose(rows, view.order)  # noqa: E731
     aval = eqn.invars[1 + axis].aval
     return RowRead(view.inner, 1, Mode.CLIP, None, aval, ids, arrange)

@@ -317,20 +317,17 @@ def _fill_out_of_range(
     rows: jax.Array, record: jax.Array, read: RowRead, table: TableView, ids: RowIds
 ) -> jax.Array:
     """Rows that were taken before the call, with what ids out of range read."""
-    directly, height = (
-        isinstance(read.view, TableView) and read.good is None,
-        table.shape[0],
-    )
+    height = table.shape[0]
     in_range = (record >= 0) & (record < height)
-    if read.mode == Mode.FILL_OR_DROP and directly:
+    if read.mode == Mode.FILL_OR_DROP and read.is_direct:
         return filled(rows, in_range, read.fill_value)
     if read.mode != Mode.PROMISE_IN_BOUNDS:
         return rows
     # They break a promise and read the edge: of the table, or of a view, where it may be
     # any row.
-    at = jnp.array([0, max(height - 1, 0)]) if directly else ids.read
+    at = jnp.array([0, max(height - 1, 0)]) if read.is_direct else ids.read
     others = lax.stop_gradient(table.take(at, read.mode))
-    if directly:
+    if read.is_direct:
         others = jnp.where(per_row(ids.read < 0, rows), others[0], others[1])
     return jnp.where(per_row(in_range, rows), rows, others)
 

@@ -68,24 +68,22 @@ class _UnreadSearch(ProgramWalk[Held]):
         return [made_of if x is _HOLDS_NOTHING else x for x in outputs]
 
     def step(self, eqn: Equation, operands: Sequence[Held], scope: Scope) -> Sequence[Held]:
-        if eqn.primitive.name in ("gather", "dynamic_slice"):
-            if _picks_by_ids(eqn, scope.origins):
-                for leaf in operands[0].elements:
-                    self.lookups[leaf].append(self.source(eqn))
-            return [_HOLDS_NOTHING]
-        if eqn.primitive.name == "get":  # of a mutable array, which may be all of it
-            if all(map(scope.origins.is_fixed, eqn.invars[1:])):
-                return [operands[0]]
-            for leaf in operands[0].elements:
-                self.lookups[leaf].append(self.source(eqn))
+        name, origins = eqn.primitive.name, scope.origins
+        if name == "get" and all(map(origins.is_fixed, eqn.invars[1:])):
+            return [operands[0]]  # of a mutable array, which may be all of it
+        if name in ("gather", "dynamic_slice", "get"):
+            if name == "get" or _picks_by_ids(eqn, origins):
+                self._note(eqn, operands[:1])
             return [_HOLDS_NOTHING]
         held = [bool(x.elements) for x in operands]
-        if eqn.primitive.name == "dot_general" and picks_rows(eqn, held, scope.origins):
-            for leaf in frozenset().union(*(x.elements for x in operands)):
-                self.lookups[leaf].append(self.source(eqn))
-        return _follow_elements(eqn, operands, scope.origins) or self._inside(
-            eqn, operands, scope
-        )
+        if name == "dot_general" and picks_rows(eqn, held, origins):
+            self._note(eqn, operands)
+        followed = _follow_elements(eqn, operands, origins)
+        return followed or self._inside(eqn, operands, scope)
+
+    def _note(self, eqn: Equation, operands: Sequence[Held]) -> None:
+        for leaf in frozenset().union(*(x.elements for x in operands)):
+            self.lookups[leaf].append(self.source(eqn))
 
     def _inside(
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
