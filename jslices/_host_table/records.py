@@ -88,7 +88,7 @@ class File(io.FileIO):
                 view = view[os.write(descriptor, view) :]
 
     def is_at(self, path: str) -> bool:
-        """True if it is this file, and not another or none, that has a path."""
+        """True if this file is what is at a path."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.stat(path), os.fstat(self.fileno()))
         return False
