@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices import IndexedSlices, InvalidArgumentError
 from jslices.accumulators import _gradients
 from jslices.extend import (
     canonical_indices,
@@ -126,7 +126,11 @@ class SparseAccumulator(_PureAccumulator):
 
         Cost: a sort of K integers, a search of U in K, sums and a scatter of K rows.
         """
-        self._check(grad)
+        _gradients.check_is_slices("the sparse accumulator", grad, "dense_accumulator")
+        check_slices(grad)
+        _gradients.check_sparse(
+            grad.indices, grad.values, grad.dense_shape, self.shape, self.dtype, exact=True
+        )
         rows, values = self._summed(grad, state.sums.dtype)
         entries = self._entries(state.rows, rows)
         is_new = (rows != self._empty) & (entries == self.capacity)
@@ -208,24 +212,6 @@ class SparseAccumulator(_PureAccumulator):
     @property
     def _empty(self) -> int:
         return empty_index(self.shape[0], self._index_dtype)
-
-    def _check(self, grad: IndexedSlices) -> None:
-        if not is_slices(grad):
-            raise TypeError(
-                "the sparse accumulator wants IndexedSlices, got a "
-                f"{type(grad).__name__}; for dense gradients there is "
-                "jslices.accumulators.dense_accumulator"
-            )
-        check_slices(grad)
-        _gradients.check_row_axes(grad)
-        _gradients.check_sparse(
-            grad.indices, grad.values, grad.dense_shape, self.shape, self.dtype
-        )
-        if grad.values.ndim != len(self.shape):
-            raise InvalidArgumentError(
-                f"Shape mismatch: expected values rank {len(self.shape)}, got "
-                f"{grad.values.ndim}"
-            )
 
 
 def sparse_accumulator(
