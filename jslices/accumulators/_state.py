@@ -64,16 +64,19 @@ class RowSums:
         entries[new] = np.arange(used, used + np.count_nonzero(new))
         all_rows = np.insert(self.rows, at[new], rows[new])
         all_entries = np.insert(self.entries, at[new], entries[new])
-        room = self.counts.size
-        if self.row_shape is None or all_rows.size > room:
-            room = max(all_rows.size, 2 * room)
-            self.sums.resize(room, *row_shape, refcheck=False)  # with zeros
-            self.counts.resize(room, refcheck=False)
-        # Nothing above has changed a row, and nothing below can fail.
+        sums, counts = self.sums, self.counts
+        if self.row_shape is None or all_rows.size > counts.size:
+            room = max(all_rows.size, 2 * counts.size)
+            sums = np.zeros((room, *row_shape), self.dtype)
+            counts = np.zeros(room, np.int64)
+            if used:
+                sums[:used], counts[:used] = self.sums[:used], self.counts[:used]
+        # Nothing above has changed anything, and nothing below can fail.
         self.row_shape, self.rows, self.entries = row_shape, all_rows, all_entries
+        self.sums, self.counts = sums, counts
         with np.errstate(all="ignore"):
-            self.sums[entries] += values
-        self.counts[entries] += 1
+            sums[entries] += values
+        counts[entries] += 1
 
     def reduced(self, mean: bool) -> tuple[np.ndarray, np.ndarray]:
         """``(rows [U], values [U, *D])``, ascending; the mean divides row by row."""
