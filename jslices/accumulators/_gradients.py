@@ -172,8 +172,8 @@ def check_sparse(
         raise InvalidArgumentError("; ".join(problems))
 
 
-def check_dense(grad: Array, shape: PartialShape, dtype: np.dtype) -> None:
-    """Refuse a dense gradient that does not fit."""
+def check_dense(grad: Array, shape: PartialShape, dtype: np.dtype, note: str = "") -> None:
+    """Refuse a dense gradient that does not fit; the note is the end of the error."""
     problems = []
     if grad.dtype != dtype:
         problems.append(_other_dtype("grad", grad.dtype, dtype))
@@ -185,7 +185,7 @@ def check_dense(grad: Array, shape: PartialShape, dtype: np.dtype) -> None:
         actual = ",".join(map(str, grad.shape))
         problems.append(f"Shape mismatch: expected [{expected}], got [{actual}]")
     if problems:
-        raise InvalidArgumentError("; ".join(problems))
+        raise InvalidArgumentError("; ".join(problems) + note)
 
 
 def check_rows(indices: np.ndarray, shape: PartialShape) -> None:

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jslices import CancelledError, DeadlineExceededError, InvalidArgumentError
 from jslices.accumulators._gradients import (
     PartialShape,
+    check_dense,
     positive,
     shape_problems,
     whole_number,
@@ -99,12 +100,8 @@ class ArraySum:
         if self.total is None:
             self.total = np.array(grad)
             return
-        if grad.shape != self.total.shape:
-            expected, actual = (",".join(map(str, a.shape)) for a in (self.total, grad))
-            raise InvalidArgumentError(
-                f"Shape mismatch: expected [{expected}], got [{actual}]; the gradients "
-                "since the last take have the first shape"
-            )
+        note = "; the gradients since the last take have the first shape"
+        check_dense(grad, self.total.shape, self.dtype, note)
         with np.errstate(all="ignore"):
             self.total += grad
 

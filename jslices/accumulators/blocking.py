@@ -185,7 +185,6 @@ class RowMethods:
         """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
 
         Args:
-          num_required, timeout: as in :meth:`take_grad`.
           size: U, the number of entries; those that are left over are empty. None means
             as many as there are rows, which differs from take to take, so that a jitted
             function of the slices is compiled again and again: give one there.

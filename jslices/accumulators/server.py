@@ -310,8 +310,7 @@ def serve(
         1 << 20)``.
 
     Returns:
-      An :class:`AccumulatorServer` with ``address``, ``token`` and ``close()``; use it in
-      a ``with`` statement.
+      An :class:`AccumulatorServer`; use it in a ``with`` statement.
 
     Raises:
       InvalidArgumentError: for arguments of the wrong kind, and ``token=""`` at a port
@@ -506,10 +505,10 @@ def connect(
 
     A call may wait for hours while the server lives, but ends in an ``UnavailableError``
     after ``timeout`` seconds without a sign of life, and one for each MB that it sends;
-    ``take_grad(n, timeout=t)`` ends after ``t + timeout``. It was carried out or not, and
-    is not sent again: what a ``take_grad`` took may be lost, and an ``apply_grad`` that is
-    called again may count twice; go on with the next gradient. The next call connects
-    anew, also to a server that was started again at this address.
+    ``take_grad(n, timeout=t)`` ends after ``t + timeout``. Such a call may have been
+    carried out, or may be when a frozen server goes on, and is not sent again: go on with
+    the next gradient, as an ``apply_grad`` that is called again may count twice. The next
+    call connects anew, also to a server that was started again at this address.
 
     Args:
       address: that of the :class:`AccumulatorServer`, or a name for its machine and the
