@@ -11,13 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import CancelledError, DeadlineExceededError, InvalidArgumentError
-from jslices.accumulators._gradients import (
-    PartialShape,
-    check_dense,
-    positive,
-    shape_problems,
-    whole_number,
-)
+from jslices.accumulators import _gradients
 from jslices.extend import sum_dtype
 
 _log = logging.getLogger("jslices.accumulators")
@@ -27,7 +21,7 @@ _log = logging.getLogger("jslices.accumulators")
 
 
 #: The dtype, shape and reduction on which accumulators that share a state must agree.
-Terms: TypeAlias = tuple[np.dtype, PartialShape, str]
+Terms: TypeAlias = tuple[np.dtype, _gradients.PartialShape, str]
 
 
 class RowSums:
@@ -50,8 +44,8 @@ class RowSums:
         """Add ``values`` ``[K, *D]`` to ``rows`` ``[K]``, sorted and unique."""
         row_shape = values.shape[1:]
         if self.row_shape is not None and row_shape != self.row_shape:
-            expected = (None, *self.row_shape)
-            problems = shape_problems("values", values.shape, expected, exact=True)
+            shape = (None, *self.row_shape)
+            problems = _gradients.shape_problems("values", values.shape, shape, exact=True)
             raise InvalidArgumentError(
                 f"{'; '.join(problems)}; the gradients since the last take have rows of "
                 f"shape {self.row_shape}, this one has rows of shape {row_shape}"
@@ -101,7 +95,7 @@ class ArraySum:
             self.total = np.array(grad)
             return
         note = "; the gradients since the last take have the first shape"
-        check_dense(grad, self.total.shape, self.dtype, note)
+        _gradients.check_dense(grad, self.total.shape, self.dtype, note)
         with np.errstate(all="ignore"):
             self.total += grad
 
@@ -164,7 +158,7 @@ class Turns:
 
     def apply(self, local_step: ArrayLike, prepare: Callable[[], tuple[Any, ...]]) -> None:
         """Add the gradient that ``prepare`` returns; it is not called for a stale one."""
-        step = whole_number("local_step", local_step)
+        step = _gradients.whole_number("local_step", local_step)
         with self._changed:
             if self._drops(step):
                 return
@@ -198,7 +192,7 @@ class Turns:
 
         If ``check`` raises, nothing is taken.
         """
-        number = positive(num_required)
+        number = _gradients.positive(num_required)
         if timeout is not None and not timeout >= 0:
             raise InvalidArgumentError(
                 f"timeout={timeout!r}: it must be None (wait for ever) or seconds, from 0"
