@@ -5,14 +5,14 @@ The first words of every message are TensorFlow's.
 
 import operator
 from collections.abc import Sequence
-from typing import SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import IndexedSlices, InvalidArgumentError
+from jslices import InvalidArgumentError, is_slices
 from jslices.extend import OneOf
 
 #: An array in memory, or traced.
@@ -93,7 +93,7 @@ def refuse_tracer(name: str, value: object) -> None:
 
 def host_array(name: str, value: ArrayLike, dtype: np.dtype) -> np.ndarray:
     """Copy to the host. Lists and numbers take on ``dtype``; arrays keep theirs."""
-    array = _on_host(name, value)
+    array = on_host(name, value)
     if hasattr(value, "dtype"):
         return array
     if array.dtype.kind not in "biuf":
@@ -103,7 +103,7 @@ def host_array(name: str, value: ArrayLike, dtype: np.dtype) -> np.ndarray:
 
 def host_indices(indices: ArrayLike) -> np.ndarray:
     """Copy row numbers to the host as int64, refusing other numbers."""
-    array = _on_host("grad_indices", indices)
+    array = on_host("grad_indices", indices)
     if array.size == 0 and not hasattr(indices, "dtype"):
         array = array.astype(np.int64)  # np.asarray([]) is float64
     if not np.issubdtype(array.dtype, np.integer):
@@ -117,7 +117,8 @@ def host_indices(indices: ArrayLike) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _on_host(name: str, value: ArrayLike) -> np.ndarray:
+def on_host(name: str, value: ArrayLike) -> np.ndarray:
+    """Copy to the host."""
     refuse_tracer(name, value)
     try:
         return np.asarray(value)
@@ -125,8 +126,13 @@ def _on_host(name: str, value: ArrayLike) -> np.ndarray:
         raise InvalidArgumentError(f"{name} is not an array: {error}") from None
 
 
-def check_row_axes(grad: IndexedSlices) -> None:
-    """Refuses rows that several axes number: TensorFlow has one."""
+def check_is_slices(call: str, grad: Any, dense: str) -> None:
+    """Refuse what is not slices, and rows that several axes number: TensorFlow has one."""
+    if not is_slices(grad):
+        raise TypeError(
+            f"{call} wants IndexedSlices, got a {type(grad).__name__}; a dense gradient "
+            f"goes to a jslices.accumulators.{dense}"
+        )
     if grad.row_axes > 1:
         raise InvalidArgumentError(
             f"an accumulator of rows numbers them by one axis, got {grad}, "
@@ -140,10 +146,12 @@ def check_sparse(
     grad_shape: PartialShape,
     shape: PartialShape,
     dtype: np.dtype,
+    exact: bool = False,
 ) -> None:
     """Refuse a gradient that does not fit, naming every misfit at once.
 
     Works on NumPy and on traced arrays alike; :func:`check_rows` checks the row numbers.
+    Rows may have further axes than the shape unless ``exact``.
     """
     problems = []
     if indices.ndim != 1:
@@ -157,15 +165,15 @@ def check_sparse(
         )
     if values.dtype != dtype:
         problems.append(_other_dtype("values", values.dtype, dtype))
-    problems += _shape_problems("shape", grad_shape, shape, first=0)
-    if values.ndim:
-        problems += _shape_problems("values", values.shape, shape, first=1)
+    problems += shape_problems("shape", grad_shape, shape)
+    if values.ndim and shape is not None:
+        problems += shape_problems("values", values.shape, (None, *shape[1:]), exact)
     if problems:
         raise InvalidArgumentError("; ".join(problems))
 
 
-def check_dense(grad: Array, shape: PartialShape, dtype: np.dtype) -> None:
-    """Refuse a dense gradient that does not fit."""
+def check_dense(grad: Array, shape: PartialShape, dtype: np.dtype, note: str = "") -> None:
+    """Refuse a dense gradient that does not fit; the note is the end of the error."""
     problems = []
     if grad.dtype != dtype:
         problems.append(_other_dtype("grad", grad.dtype, dtype))
@@ -177,7 +185,7 @@ def check_dense(grad: Array, shape: PartialShape, dtype: np.dtype) -> None:
         actual = ",".join(map(str, grad.shape))
         problems.append(f"Shape mismatch: expected [{expected}], got [{actual}]")
     if problems:
-        raise InvalidArgumentError("; ".join(problems))
+        raise InvalidArgumentError("; ".join(problems) + note)
 
 
 def check_rows(indices: np.ndarray, shape: PartialShape) -> None:
@@ -200,18 +208,17 @@ def _other_dtype(name: str, actual: np.dtype, expected: np.dtype) -> str:
     )
 
 
-def _shape_problems(
-    name: str, actual: PartialShape, expected: PartialShape, first: int
+def shape_problems(
+    name: str, actual: PartialShape, expected: PartialShape, exact: bool = False
 ) -> list[str]:
-    """Misfits along the axes from ``first`` on; further axes than expected may follow."""
+    """Misfits of known lengths; further axes than expected may follow unless ``exact``."""
     if actual is None or expected is None:
         return []
-    if len(actual) < len(expected):
-        rank = f"{len(expected)}, got {len(actual)}"
-        return [f"Shape mismatch: expected {name} rank at least {rank}"]
-    pairs = list(enumerate(zip(expected, actual, strict=False)))[first:]
+    if len(actual) < len(expected) or (exact and len(actual) > len(expected)):
+        rank = f"{'' if exact else 'at least '}{len(expected)}, got {len(actual)}"
+        return [f"Shape mismatch: expected {name} rank {rank}"]
     return [
         f"Shape mismatch: expected {name} dim {axis} to be {size}, got {length}"
-        for axis, (size, length) in pairs
+        for axis, (size, length) in enumerate(zip(expected, actual, strict=False))
         if size is not None and length not in (None, -1, size)
     ]

@@ -8,8 +8,10 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jslices import CancelledError, DeadlineExceededError, InvalidArgumentError
+from jslices.accumulators import _gradients
 from jslices.extend import sum_dtype
 
 _log = logging.getLogger("jslices.accumulators")
@@ -19,7 +21,7 @@ _log = logging.getLogger("jslices.accumulators")
 
 
 #: The dtype, shape and reduction on which accumulators that share a state must agree.
-Terms: TypeAlias = tuple[np.dtype, tuple[int | None, ...] | None, str]
+Terms: TypeAlias = tuple[np.dtype, _gradients.PartialShape, str]
 
 
 class RowSums:
@@ -40,7 +42,14 @@ class RowSums:
 
     def add(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Add ``values`` ``[K, *D]`` to ``rows`` ``[K]``, sorted and unique."""
-        self._check(values)
+        row_shape = values.shape[1:]
+        if self.row_shape is not None and row_shape != self.row_shape:
+            shape = (None, *self.row_shape)
+            problems = _gradients.shape_problems("values", values.shape, shape, exact=True)
+            raise InvalidArgumentError(
+                f"{'; '.join(problems)}; the gradients since the last take have rows of "
+                f"shape {self.row_shape}, this one has rows of shape {row_shape}"
+            )
         at = np.searchsorted(self.rows, rows)
         is_held = at < self.rows.size
         is_held[is_held] = self.rows[at[is_held]] == rows[is_held]
@@ -50,42 +59,19 @@ class RowSums:
         entries[new] = np.arange(used, used + np.count_nonzero(new))
         all_rows = np.insert(self.rows, at[new], rows[new])
         all_entries = np.insert(self.entries, at[new], entries[new])
-        sums, counts = self._with_room(all_rows.size, values.shape[1:])
+        sums, counts = self.sums, self.counts
+        if self.row_shape is None or all_rows.size > counts.size:
+            room = max(all_rows.size, 2 * counts.size)
+            sums = np.zeros((room, *row_shape), self.dtype)
+            counts = np.zeros(room, np.int64)
+            if used:
+                sums[:used], counts[:used] = self.sums[:used], self.counts[:used]
         # Nothing above has changed anything, and nothing below can fail.
-        self.row_shape = values.shape[1:]
-        self.rows, self.entries = all_rows, all_entries
+        self.row_shape, self.rows, self.entries = row_shape, all_rows, all_entries
         self.sums, self.counts = sums, counts
         with np.errstate(all="ignore"):
             sums[entries] += values
         counts[entries] += 1
-
-    def _check(self, values: np.ndarray) -> None:
-        expected, actual = self.row_shape, values.shape[1:]
-        if expected is None or actual == expected:
-            return
-        if len(actual) != len(expected):
-            problem = f"expected values rank {len(expected) + 1}, got {len(actual) + 1}"
-        else:
-            axis = next(i for i, n in enumerate(expected) if n != actual[i])
-            sizes = f"{expected[axis]}, got {actual[axis]}"
-            problem = f"expected values dim {axis + 1} to be {sizes}"
-        raise InvalidArgumentError(
-            f"Shape mismatch: {problem}; the gradients since the last take have rows of "
-            f"shape {expected}, this one has rows of shape {actual}"
-        )
-
-    def _with_room(
-        self, size: int, row_shape: tuple[int, ...]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        room, used = self.counts.size, self.rows.size
-        if self.row_shape is not None and size <= room:
-            return self.sums, self.counts
-        room = max(size, 2 * room)
-        sums = np.zeros((room, *row_shape), self.dtype)
-        counts = np.zeros(room, np.int64)
-        if used:
-            sums[:used], counts[:used] = self.sums[:used], self.counts[:used]
-        return sums, counts
 
     def reduced(self, mean: bool) -> tuple[np.ndarray, np.ndarray]:
         """``(rows [U], values [U, *D])``, ascending; the mean divides row by row."""
@@ -108,12 +94,8 @@ class ArraySum:
         if self.total is None:
             self.total = np.array(grad)
             return
-        if grad.shape != self.total.shape:
-            expected, actual = (",".join(map(str, a.shape)) for a in (self.total, grad))
-            raise InvalidArgumentError(
-                f"Shape mismatch: expected [{expected}], got [{actual}]; the gradients "
-                "since the last take have the first shape"
-            )
+        note = "; the gradients since the last take have the first shape"
+        _gradients.check_dense(grad, self.total.shape, self.dtype, note)
         with np.errstate(all="ignore"):
             self.total += grad
 
@@ -163,30 +145,26 @@ class Turns:
     and the mean is computed afterwards.
     """
 
-    def __init__(self, new_store: Callable[[], Any], terms: Terms) -> None:
+    def __init__(self, store_type: Callable[[np.dtype], Any], terms: Terms) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
-        self._new_store = new_store
+        self.waiting: deque[object] = deque()  # takers
+        self._store_type = store_type
         self.terms = terms
-        self.store = new_store()
+        self.store = store_type(terms[0])
         self.count = 0
         self.step = 0
         self.stale = 0
         self.closed = False
 
-    @property
-    def num_waiting(self) -> int:
-        """How many takers are in the queue."""
-        return len(self._waiting)
-
-    def apply(self, local_step: int, prepare: Callable[[], tuple[Any, ...]]) -> None:
+    def apply(self, local_step: ArrayLike, prepare: Callable[[], tuple[Any, ...]]) -> None:
         """Add the gradient that ``prepare`` returns; it is not called for a stale one."""
+        step = _gradients.whole_number("local_step", local_step)
         with self._changed:
-            if self._drops(local_step):
+            if self._drops(step):
                 return
         gradient = prepare()  # may take long, or raise
         with self._changed:
-            if self._drops(local_step):
+            if self._drops(step):
                 return
             if _caller_is_gone():  # it may send this very gradient again
                 raise CancelledError(
@@ -214,6 +192,7 @@ class Turns:
 
         If ``check`` raises, nothing is taken.
         """
+        number = _gradients.positive(num_required)
         if timeout is not None and not timeout >= 0:
             raise InvalidArgumentError(
                 f"timeout={timeout!r}: it must be None (wait for ever) or seconds, from 0"
@@ -223,17 +202,17 @@ class Turns:
         ticket = object()
 
         def ready() -> bool:
-            enough = self.count >= num_required and self._waiting[0] is ticket
+            enough = self.count >= number and self.waiting[0] is ticket
             return enough or self.closed or _caller_is_gone()
 
         if (call := caller.get()) is not None:
             call.add_callback(self._wake)  # when it is over
         with self._changed:
-            self._waiting.append(ticket)
+            self.waiting.append(ticket)
             try:
                 if not self._changed.wait_for(ready, timeout):
                     raise DeadlineExceededError(
-                        f"take_grad waited {timeout} s for {num_required} gradients; "
+                        f"take_grad waited {timeout} s for {number} gradients; "
                         f"{self.count} have come"
                     )
                 if _caller_is_gone():
@@ -244,11 +223,11 @@ class Turns:
                     raise CancelledError("TakeGrad operation was cancelled: closed")
                 check(self.store)
                 taken = self.store, self.count
-                self.store, self.count = self._new_store(), 0
+                self.store, self.count = self._store_type(self.terms[0]), 0
                 self.step += 1
                 return taken
             finally:  # the next in the queue may be served now
-                self._waiting.remove(ticket)
+                self.waiting.remove(ticket)
                 self._changed.notify_all()
 
     def _wake(self) -> None:

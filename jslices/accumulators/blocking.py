@@ -1,19 +1,18 @@
 """The blocking accumulators: objects that threads share, which wait for gradients."""
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices import IndexedSlices, InvalidArgumentError
 from jslices.accumulators import _gradients
-from jslices.accumulators._state import ArraySum, RowSums, Terms, Turns, divided, merged
+from jslices.accumulators._state import ArraySum, RowSums, Turns, divided, merged
 from jslices.extend import empty_index
 
 _shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValueDictionary()
@@ -31,7 +30,7 @@ class ConditionalAccumulatorBase:
     shape: _gradients.PartialShape  #: as declared, None for unknown lengths
     name: str
     reduction_type: str  #: "MEAN" or "SUM"
-    _new_store: type[RowSums] | type[ArraySum]
+    _store_type: type[RowSums] | type[ArraySum]
 
     def __init__(
         self,
@@ -48,9 +47,15 @@ class ConditionalAccumulatorBase:
         self.reduction_type = reduction_type
         self.name = name
         terms = (self.dtype, self.shape, reduction_type)
-        # Without a reference to self, which would keep a shared name alive.
-        new_store = functools.partial(type(self)._new_store, self.dtype)
-        self._turns = _turns(kind, shared_name, new_store, terms)
+        self._turns = Turns(self._store_type, terms)
+        if shared_name:  # which lives as long as an accumulator that uses it
+            with _shared_lock:
+                self._turns = _shared.setdefault((kind, shared_name), self._turns)
+            if self._turns.terms != terms:
+                raise InvalidArgumentError(
+                    f"{kind}(shared_name={shared_name!r}) exists with dtype, shape and "
+                    f"reduction_type {self._turns.terms}, not {terms}"
+                )
 
     @property
     def accumulator_ref(self) -> object:
@@ -67,7 +72,7 @@ class ConditionalAccumulatorBase:
 
     def num_waiting(self) -> int:
         """How many takers are waiting."""
-        return self._turns.num_waiting
+        return len(self._turns.waiting)
 
     def global_step(self) -> int:
         """The step below which a gradient's ``local_step`` is stale."""
@@ -107,27 +112,6 @@ class ConditionalAccumulatorBase:
         )
 
 
-def _turns(
-    kind: str, shared_name: str | None, new_store: Callable[[], Any], terms: Terms
-) -> Turns:
-    """Make a state, or share that of the accumulator of the same kind and name.
-
-    A name lives as long as an accumulator that uses it.
-    """
-    if not shared_name:
-        return Turns(new_store, terms)
-    with _shared_lock:
-        turns = _shared.get((kind, shared_name))
-        if turns is None:
-            turns = _shared[kind, shared_name] = Turns(new_store, terms)
-    if turns.terms != terms:
-        raise InvalidArgumentError(
-            f"{kind}(shared_name={shared_name!r}) exists with dtype, shape and "
-            f"reduction_type {turns.terms}, not {terms}"
-        )
-    return turns
-
-
 # --- rows -----------------------------------------------------------------------------
 
 
@@ -155,16 +139,11 @@ class RowMethods:
         wrong id and is refused, as in TensorFlow. ``dense_shape`` counts as
         ``grad_shape``.
         """
-        if not is_slices(grad):
-            raise TypeError(
-                "apply_indexed_slices_grad wants IndexedSlices, got a "
-                f"{type(grad).__name__}; a dense gradient goes to a "
-                "jslices.accumulators.ConditionalAccumulator"
-            )
-        _gradients.refuse_tracer("grad", grad.values)
-        _gradients.refuse_tracer("grad", grad.indices)
-        _gradients.check_row_axes(grad)
-        values, indices = np.asarray(grad.values), np.asarray(grad.indices)
+        call = "apply_indexed_slices_grad"
+        _gradients.check_is_slices(call, grad, "ConditionalAccumulator")
+        values, indices = (
+            _gradients.on_host("grad", x) for x in (grad.values, grad.indices)
+        )
         shape = grad.dense_shape
         if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):
             empty = np.iinfo(indices.dtype).max if shape is None else shape[0]
@@ -206,7 +185,6 @@ class RowMethods:
         """Like :meth:`take_grad`, as IndexedSlices on JAX's default device.
 
         Args:
-          num_required, timeout: as in :meth:`take_grad`.
           size: U, the number of entries; those that are left over are empty. None means
             as many as there are rows, which differs from take to take, so that a jitted
             function of the slices is compiled again and again: give one there.
@@ -286,7 +264,7 @@ class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
     ``global_step``, ``num_stale`` and ``num_waiting`` are new.
     """
 
-    _new_store = RowSums
+    _store_type = RowSums
 
     def __init__(
         self,
@@ -334,7 +312,7 @@ class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
             _gradients.check_rows(indices, self.shape)
             return merged(indices, values)
 
-        self._turns.apply(_gradients.whole_number("local_step", local_step), prepare)
+        self._turns.apply(local_step, prepare)
 
     def _take_within(
         self,
@@ -365,8 +343,7 @@ class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
                     "be; take more often, or in the process that serves"
                 )
 
-        number = _gradients.positive(num_required)
-        store, _ = self._turns.take(number, timeout, check)
+        store, _ = self._turns.take(num_required, timeout, check)
         rows, values = store.reduced(mean=self.reduction_type == "MEAN")
         num_rows = None if self.shape is None else self.shape[0]
         shape = (-1 if num_rows is None else num_rows, *values.shape[1:])
@@ -399,7 +376,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
     Source: ``tf.compat.v1.ConditionalAccumulator``.
     """
 
-    _new_store = ArraySum
+    _store_type = ArraySum
 
     def apply_grad(
         self, grad: ArrayLike, local_step: int = 0, name: str | None = None
@@ -416,7 +393,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             _gradients.check_dense(array, self.shape, self.dtype)
             return (array,)
 
-        self._turns.apply(_gradients.whole_number("local_step", local_step), prepare)
+        self._turns.apply(local_step, prepare)
 
     def take_grad(
         self, num_required: int, name: str | None = None, *, timeout: float | None = None
@@ -425,5 +402,5 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
         As :meth:`SparseConditionalAccumulator.take_grad`, errors included.
         """
-        store, count = self._turns.take(_gradients.positive(num_required), timeout)
+        store, count = self._turns.take(num_required, timeout)
         return divided(store.total, count) if self.reduction_type == "MEAN" else store.total

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices import IndexedSlices, InvalidArgumentError
 from jslices.accumulators import _gradients
 from jslices.extend import (
     canonical_indices,
@@ -111,7 +111,6 @@ class SparseAccumulator(_PureAccumulator):
         """Adds a gradient: all of it, or nothing.
 
         Args:
-          state: from :meth:`init` or another method.
           grad: ``values`` ``[K, *D]``, ``indices`` ``[K]`` in any order; duplicates add
             and count once, empty entries are dropped.
           local_step: int ``[]``, the step on whose parameters it was computed.
@@ -126,8 +125,13 @@ class SparseAccumulator(_PureAccumulator):
 
         Cost: a sort of K integers, a search of U in K, sums and a scatter of K rows.
         """
-        self._check(grad)
-        rows, values = self._summed(grad, state.sums.dtype)
+        _gradients.check_is_slices("the sparse accumulator", grad, "dense_accumulator")
+        check_slices(grad)
+        _gradients.check_sparse(
+            grad.indices, grad.values, grad.dense_shape, self.shape, self.dtype, exact=True
+        )
+        unique = grad.with_values(grad.values.astype(state.sums.dtype)).coalesce()
+        rows = canonical_indices(unique.indices, self.shape[0]).astype(self._index_dtype)
         entries = self._entries(state.rows, rows)
         is_new = (rows != self._empty) & (entries == self.capacity)
         used = jnp.sum(state.rows != self._empty, dtype=jnp.int32)
@@ -138,7 +142,7 @@ class SparseAccumulator(_PureAccumulator):
         to = jnp.where(accepted, entries, self.capacity)  # where nothing is written
         state = state._replace(
             rows=state.rows.at[to].set(rows, mode="drop"),
-            sums=state.sums.at[to].add(values, mode="drop"),
+            sums=state.sums.at[to].add(unique.values, mode="drop"),
             counts=state.counts.at[to].add(1, mode="drop"),
             num_accumulated=state.num_accumulated + accepted.astype(jnp.int32),
             overflow=state.overflow + (fresh & ~fits).astype(jnp.int32),
@@ -173,11 +177,11 @@ class SparseAccumulator(_PureAccumulator):
                 f"capacity={self.capacity}; make it larger, or take more often"
             )
         ordered, positions = sort_ids(state.rows)
-        values = state.sums.at[positions].get(mode="promise_in_bounds")
+        values = state.sums
         if self.reduction_type == "MEAN":
-            counts = state.counts.at[positions].get(mode="promise_in_bounds")
-            counts = jnp.maximum(counts, 1).astype(values.dtype)
+            counts = jnp.maximum(state.counts, 1).astype(values.dtype)
             values = values / counts.reshape(-1, *[1] * (values.ndim - 1))
+        values = values.at[positions].get(mode="promise_in_bounds")
         values = jnp.where(overflow, jnp.nan, jnp.where(ready, values, 0))
         slices = IndexedSlices(
             values.astype(self.dtype),
@@ -186,14 +190,8 @@ class SparseAccumulator(_PureAccumulator):
         )
         return _after_take(ready, self.init(), state), slices
 
-    def _summed(self, grad: IndexedSlices, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-        """``(rows, values)`` with duplicates summed in ``dtype``: ascending, then empty."""
-        unique = grad.with_values(grad.values.astype(dtype)).coalesce()
-        rows = canonical_indices(unique.indices, self.shape[0])
-        return rows.astype(self._index_dtype), unique.values
-
     def _entries(self, held: jax.Array, rows: jax.Array) -> jax.Array:
-        """The entry of each of ``rows``, ascending, in ``held``; U if new or empty."""
+        """The entry in ``held`` of each of ``rows``, which ascend; U if new or empty."""
         at = jnp.searchsorted(rows, held)
         is_same = rows.at[at].get(mode="fill", fill_value=self._empty) == held
         at = jnp.where(is_same & (held != self._empty), at, rows.size)
@@ -208,24 +206,6 @@ class SparseAccumulator(_PureAccumulator):
     @property
     def _empty(self) -> int:
         return empty_index(self.shape[0], self._index_dtype)
-
-    def _check(self, grad: IndexedSlices) -> None:
-        if not is_slices(grad):
-            raise TypeError(
-                "the sparse accumulator wants IndexedSlices, got a "
-                f"{type(grad).__name__}; for dense gradients there is "
-                "jslices.accumulators.dense_accumulator"
-            )
-        check_slices(grad)
-        _gradients.check_row_axes(grad)
-        _gradients.check_sparse(
-            grad.indices, grad.values, grad.dense_shape, self.shape, self.dtype
-        )
-        if grad.values.ndim != len(self.shape):
-            raise InvalidArgumentError(
-                f"Shape mismatch: expected values rank {len(self.shape)}, got "
-                f"{grad.values.ndim}"
-            )
 
 
 def sparse_accumulator(
@@ -244,8 +224,7 @@ def sparse_accumulator(
         rounded once, when they are taken.
       shape: ``(V, *D)`` of the table; V may be None, if unknown.
       capacity: U, the number of distinct rows that can be held between two takes.
-      reduction_type: "MEAN" divides each row by the number of gradients that held that
-        row; "SUM" does not.
+      reduction_type: "MEAN" or "SUM", as there.
 
     Returns:
       A :class:`jslices.accumulators.SparseAccumulator`, whose methods are pure functions.

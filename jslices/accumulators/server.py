@@ -82,21 +82,13 @@ class RemoteObject:
     _within: float | None = None  # seconds, for an answer
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
-        self._client = client
-        self._name = name
+        self._client, self._name = client, name
+        self._call = functools.partial(client._call, name)
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
         return functools.partial(self._call, method, self._within)
-
-    def _call(
-        self, method: str, within: float | None, /, *arguments: object, **options: object
-    ) -> Any:
-        """Have a method called, which answers within so many seconds, or may wait."""
-        for argument in (*arguments, *options.values()):
-            refuse_tracer(f"an argument of {method}", argument)
-        return self._client._call(self._name, method, arguments, options, within)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} at {self._client.address}>"
@@ -105,10 +97,7 @@ class RemoteObject:
 class RemoteAccumulator(RemoteObject):
     """A :class:`jslices.accumulators.ConditionalAccumulator` of another process.
 
-    Methods and errors are the same, and an ``UnavailableError`` when that process is gone
-    or gives no sign of life (see :func:`connect`). A gradient is applied wholly or not at
-    all, also when this process is killed meanwhile; a process that is killed while it
-    waits to take takes nothing.
+    Methods and errors are the same, and those of :func:`connect`.
     """
 
     _within = 0.0
@@ -131,18 +120,12 @@ class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
         return SparseAccumulatorTakeGradient(*taken)
 
 
-#: The stand-in for each kind of object.
-_KINDS: dict[str, type[RemoteObject]] = {
-    "sparse": RemoteSparseAccumulator,
-    "dense": RemoteAccumulator,
-    "object": RemoteObject,
+#: What messages call a kind of object, its class and that of its stand-ins.
+_KINDS: dict[str, tuple[type, type[RemoteObject]]] = {
+    "sparse": (SparseConditionalAccumulator, RemoteSparseAccumulator),
+    "dense": (ConditionalAccumulator, RemoteAccumulator),
+    "object": (object, RemoteObject),
 }
-
-
-def _kind_of(thing: object) -> str:
-    if isinstance(thing, SparseConditionalAccumulator):
-        return "sparse"
-    return "dense" if isinstance(thing, ConditionalAccumulator) else "object"
 
 
 # --- the process that serves ----------------------------------------------------------
@@ -191,19 +174,17 @@ class AccumulatorServer:
             handlers=[types.SimpleNamespace(service=self._handler)],
             options=_options(_CLIENT_SECONDS, options),
         )
-        port = _listen(self._server, address, credentials)
-        is_port = _path(address) is None
-        self.address = f"{address.rpartition(':')[0]}:{port}" if is_port else address
+        self.address = _listen(self._server, address, credentials)
         self._process = os.getpid()
         self._server.start()
-        _open.add(self)
+        atexit.register(self.close)  # which keeps it alive until then
 
     def close(self) -> None:
         """Stops serving; clients get an UnavailableError. The objects live on here."""
-        if self in _open and self._process == os.getpid():  # not in a fork
+        if self._process == os.getpid():  # not in a fork
+            atexit.unregister(self.close)
             # Not None: it waits for a frozen client to read what has been sent to it.
             self._server.stop(0).wait(5)
-            _open.discard(self)
 
     def __enter__(self) -> "AccumulatorServer":
         return self
@@ -215,31 +196,34 @@ class AccumulatorServer:
         """Find the handler of a call from its method and metadata."""
         sent = dict(details.invocation_metadata).get("authorization", "")
         if self.token and not hmac.compare_digest(sent, f"Bearer {self.token}"):
-            return _refusal("UNAUTHENTICATED", "the token is missing, or another one")
-        if details.method != _METHOD:
-            return _refusal(
-                "FAILED_PRECONDITION",
+            code, text = "UNAUTHENTICATED", "the token is missing, or another one"
+        elif details.method != _METHOD:
+            code = "FAILED_PRECONDITION"
+            text = (
                 f"messages of version {_METHOD[-1]} are understood there, not "
-                f"{details.method}; install the same jslices in both processes",
+                f"{details.method}; install the same jslices in both processes"
             )
-        return grpc.unary_unary_rpc_method_handler(self._answer)
+        else:
+            return grpc.unary_unary_rpc_method_handler(self._answer)
+        return grpc.stream_unary_rpc_method_handler(  # it reads no message
+            lambda _, context: context.abort(grpc.StatusCode[code], text)
+        )
 
     def _answer(self, request: bytes, context: Any) -> bytes:
         """Carry out a call: ``[None, result]``, or ``[[type, text], None]`` of an error."""
         caller.set(context)
         try:
             name, method, arguments, options = unpack(request)
-            if name is None:  # the client asks which objects are served
-                kinds = {name: _kind_of(thing) for name, thing in self._objects.items()}
-                return pack([None, kinds])
             return pack([None, self._method(name, method)(*arguments, **options)])
         except BaseException as error:  # also SystemExit: somebody waits for an answer
             is_text = len(error.args) == 1 and isinstance(error.args[0], str)
             text = error.args[0] if is_text else str(error)
             return pack([[type(error).__name__, text], None])
 
-    def _method(self, name: str, method: str) -> Any:
+    def _method(self, name: str | None, method: str) -> Any:
         """Look up a method that a client may call."""
+        if name is None:  # which objects are served
+            return self._kinds
         if name not in self._objects:
             raise KeyError(f"{name!r} is not served; there are {sorted(self._objects)}")
         thing = self._objects[name]
@@ -247,31 +231,24 @@ class AccumulatorServer:
             raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
         return getattr(thing, method)
 
-
-def _refusal(code: str, text: str) -> Any:
-    """A handler that reads no message."""
-    return grpc.stream_unary_rpc_method_handler(
-        lambda _, context: context.abort(grpc.StatusCode[code], text)
-    )
-
-
-_open: set[AccumulatorServer] = set()  # which live until they are closed
+    def _kinds(self) -> dict[str, str]:
+        return {
+            name: next(kind for kind, (of, _) in _KINDS.items() if isinstance(thing, of))
+            for name, thing in self._objects.items()
+        }
 
 
-@atexit.register
-def _close_all() -> None:
-    for server in list(_open):
-        server.close()
-
-
-def _listen(server: Any, address: str, credentials: Any) -> int:
-    """Have a server listen at an address; the port that was chosen."""
+def _listen(server: Any, address: str, credentials: Any) -> str:
+    """Have a server listen; the address, with the port that was chosen."""
     path = _path(address)
-    if path is not None and _answers(path):  # gRPC would take it from the server there
-        raise OSError(errno.EADDRINUSE, "another server listens there", path)
+    if path and os.path.exists(path):
+        with socket.socket(socket.AF_UNIX) as end:
+            if end.connect_ex(path) == 0:  # gRPC would take it from the server there
+                raise OSError(errno.EADDRINUSE, "another server listens there", path)
     mask = os.umask(0o177)  # of a new socket: only this user can connect
     try:
-        return server.add_secure_port(address, credentials)
+        port = server.add_secure_port(address, credentials)
+        return address if path is not None else f"{address.rpartition(':')[0]}:{port}"
     except RuntimeError as error:
         raise OSError(
             f"nothing can listen at {address}: it is in use, not of this machine, too long "
@@ -286,12 +263,6 @@ def _path(address: str) -> str | None:
     if not address.startswith("unix:"):
         return None
     return address.removeprefix("unix:").removeprefix("//")
-
-
-def _answers(path: str) -> bool:
-    """True if a process listens at a Unix socket, false for one that a dead one left."""
-    with socket.socket(socket.AF_UNIX) as end:
-        return os.path.exists(path) and end.connect_ex(path) == 0
 
 
 def _check(call: str, address: str, token: str | None) -> None:
@@ -321,10 +292,9 @@ def serve(
 ) -> AccumulatorServer:
     """Let other processes use the accumulators of this one.
 
-    The objects stay here, and this process goes on using them; threads answer the calls of
-    the others. Clients that are slow, frozen or lost keep nobody else waiting. By default
-    the other processes are those of this user; the page *Many workers* tells how to let
-    others in.
+    The objects stay here, and this process goes on using them. By default the others are
+    those of this user; the page *Many workers* tells how to let more in, and what happens
+    when a process fails.
 
     Args:
       objects: accumulators by name; also any other object, whose public methods can then
@@ -340,8 +310,7 @@ def serve(
         1 << 20)``.
 
     Returns:
-      An :class:`AccumulatorServer` with ``address``, ``token`` and ``close()``; use it in
-      a ``with`` statement.
+      An :class:`AccumulatorServer`; use it in a ``with`` statement.
 
     Raises:
       InvalidArgumentError: for arguments of the wrong kind, and ``token=""`` at a port
@@ -407,13 +376,14 @@ class AccumulatorClient:
         self._process = os.getpid()
         self._lock = threading.Lock()  # of the channel
         self._channel = self._new_channel()
-        self._kinds: dict[str, str] = self._call(None, "kinds", (), {}, 0.0)
+        self._kinds: dict[str, str] = self._call(None, "kinds", 0.0)
 
     def __getitem__(self, name: str) -> Any:
         """The stand-in for the object of that name: same methods, same errors."""
         if name not in self._kinds:
             raise KeyError(f"{name!r} is not served; there are {sorted(self._kinds)}")
-        return _KINDS[self._kinds[name]](self, name)
+        _, stand_in = _KINDS[self._kinds[name]]
+        return stand_in(self, name)
 
     def __reduce__(self) -> Any:
         """For a process that is being started; nothing else may hold the token."""
@@ -429,12 +399,15 @@ class AccumulatorClient:
         self,
         name: str | None,
         method: str,
-        arguments: tuple[object, ...],
-        options: Mapping[str, object],
         within: float | None,
+        /,
+        *arguments: object,
+        **options: object,
     ) -> Any:
-        """Send a call and wait for the answer, at most ``within`` seconds and timeout."""
-        request = pack([name, method, list(arguments), dict(options)])
+        """Have a method called, which answers within so many seconds, or may wait."""
+        for argument in (*arguments, *options.values()):
+            refuse_tracer(f"an argument of {method}", argument)
+        request = pack([name, method, list(arguments), options])
         if self._process != os.getpid():
             raise RuntimeError(
                 "a connection does not survive a fork: connect in the new process, or "
@@ -530,15 +503,12 @@ def connect(
 ) -> AccumulatorClient:
     """Connect to the objects that another process serves.
 
-    No call waits without end for a server that is frozen or cut off: after ``timeout``
-    seconds without a sign of life, and one for each MB that it sends, it ends in an
-    ``UnavailableError``. So ``take_grad`` may wait for hours for gradients, and ends soon
-    when none can come; ``take_grad(n, timeout=t)`` ends after ``t + timeout`` seconds.
-
-    The next call connects anew, also to a server that was started again at this address.
-    Nothing is sent twice by itself. But a call that ended so may have been carried out, or
-    may be when a frozen server goes on: what a ``take_grad`` took is lost then, and an
-    ``apply_grad`` that is called again counts twice; go on with the next gradient instead.
+    A call may wait for hours while the server lives, but ends in an ``UnavailableError``
+    after ``timeout`` seconds without a sign of life, and one for each MB that it sends;
+    ``take_grad(n, timeout=t)`` ends after ``t + timeout``. Such a call may have been
+    carried out, or may be when a frozen server goes on, and is not sent again: go on with
+    the next gradient, as an ``apply_grad`` that is called again may count twice. The next
+    call connects anew, also to a server that was started again at this address.
 
     Args:
       address: that of the :class:`AccumulatorServer`, or a name for its machine and the
