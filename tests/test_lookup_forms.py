@@ -190,8 +190,6 @@ def from_steps(table):
         "custom_vjp_with_a_number": lambda: reverse_gradient(table, 0.3)[IDS],
         "custom_made_alike": lambda: doubled(doubled(jnp.sin))(table)[IDS],
         "custom_gradient": lambda: threefold(threefold(table))[IDS],
-        "placed": lambda: jax.device_put(table, jax.memory.Space.Device)[IDS],
-        "with_metadata": lambda: set_xla_metadata(table, about="rows")[IDS],
         "custom_of_a_row": lambda: soft(table[0])[None] * table[IDS],
         "rfft": lambda: jnp.abs(jnp.fft.rfft(table)[IDS]),
     }
@@ -258,6 +256,8 @@ def from_stacked(tables):
         ),
         "one_hots": lambda: jax.vmap(lambda t, i: one_hot(i, t) @ t)(tables, FIELD_IDS + 4),
         "one_hots_alike": lambda: jax.vmap(lambda t: one_hot(IDS + 3, t) @ t)(tables),
+        "placed": lambda: jax.device_put(tables, jax.memory.Space.Device)[1, IDS],
+        "with_metadata": lambda: set_xla_metadata(tables, about="rows")[1, IDS],
         "products": lambda: jax.vmap(lambda t: (t @ WEIGHT)[IDS])(tables),
         "products_of_one": lambda: (tables @ WEIGHT)[1, IDS],
         "scanned_products": lambda: loop(lambda t: t[IDS], jnp.sin(tables) @ WEIGHT),

@@ -137,7 +137,9 @@ class Entries:
             if leaf.shape[-1] <= 2 and len(row) < len(shape) and row == within:
                 leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
         indices: Any = None if is_sealed(leaf) else leaf
-        if shape and indices is None and hasattr(values, "dtype"):
+        sizes = (getattr(x, "shape", None) for x in (values, leaf))
+        # Placeholders have none; Orbax' have None for it.
+        if shape and indices is None and all(isinstance(x, tuple) for x in sizes):
             axes = len(leaf.shape)
             held, row = values.shape[:axes], values.shape[axes:]
             if held != leaf.shape or row not in (
