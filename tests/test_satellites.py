@@ -15,8 +15,8 @@ SATELLITES: tuple[str, ...] = (
 )
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (
-    *("accumulators", "checkpoint", "checkpoint.files", "extend", "keras", "optim"),
-    *("proof.cost", "proof.targets", "tables", "testing", "tf1", "tree"),
+    *("accumulators", "checkpoint", "checkpoint.boxes", "checkpoint.files", "extend"),
+    *("keras", "optim", "proof.cost", "proof.targets", "tables", "testing", "tf1", "tree"),
 )
 
 
