@@ -66,6 +66,16 @@ def test_ids_that_are_evenly_spaced(stride):
         np.testing.assert_allclose(norm(ids, 2**31 - 1), np.sqrt(K * times), rtol=1e-6)
 
 
+def test_many_ids_of_a_table_that_is_not_tall():
+    ids = jnp.concatenate([jnp.asarray(draw(seed, 300, 0.1)) for seed in range(10)])
+    slices = js.IndexedSlices(jnp.ones((len(ids), 1)), ids, (V, 1))
+    counts = np.bincount(ids[ids < V])
+    wanted = np.sqrt((counts**2.0).sum())
+    np.testing.assert_allclose(js.global_norm(slices), wanted, rtol=1e-6)
+    tall = js.IndexedSlices(slices.values, jnp.where(ids < V, ids, 10 * V), (10 * V, 1))
+    np.testing.assert_allclose(js.global_norm(tall), wanted, rtol=1e-6)
+
+
 def test_under_vmap():
     batch = jnp.stack([draw(seed, 300, 0.2) for seed in (1, 2)])
     for ids, got in zip(np.asarray(batch), jax.vmap(norm)(batch), strict=True):
