@@ -427,9 +427,9 @@ def first_entries(indices: jax.Array, num_rows: int) -> jax.Array:
         place = jnp.where(first == searching, hashed, 1 << bits)
         first_at = jnp.full((1 << bits,), empty, jnp.int32)
         first_at = first_at.at[place].min(here, **access.DROP)
-        found = access.take_rows(first_at, hashed, mode="promise_in_bounds")
-        same = access.take_rows(indices, found, mode="clip") == indices
-        first = jnp.where((first == searching) & same, found, first)
+        entry = access.take_rows(first_at, hashed, mode="promise_in_bounds")
+        same = access.take_rows(indices, entry, mode="clip") == indices
+        first = jnp.where((first == searching) & same, entry, first)
         return first, multiplier + jnp.int32(0x5BD1E996)
 
     start = jnp.where(indices < num_rows, searching, empty).astype(jnp.int32)

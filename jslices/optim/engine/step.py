@@ -330,8 +330,8 @@ def _together(
     # As "the first so many elements", which LLVM vectorizes for a CPU: with a bool for each
     # row, steps of Adagrad and RMSProp in short rows take 1.3 times as long.
     stop = jnp.where(indices < empty, tall.shape[2], 0)[:, None, None]
-    kept = lax.broadcasted_iota(stop.dtype, tall.shape, 2) < stop
-    tall = jnp.where(kept, tall, jnp.zeros((), tall.dtype))
+    inside = lax.broadcasted_iota(stop.dtype, tall.shape, 2) < stop
+    tall = jnp.where(inside, tall, jnp.zeros((), tall.dtype))
     return tall.reshape(update.shape), *new
 
 
