@@ -426,7 +426,8 @@ def parameters(eqn: Equation) -> dict[str, Any]:
 def functions_behind(eqn: Equation) -> frozenset[Any]:
     """The functions of the user, or of JAX, that the parameters of an equation lead to.
 
-    JAX wraps those of a ``custom_jvp`` or ``custom_vjp`` in other closures at every call.
+    JAX wraps those of a ``custom_jvp`` or ``custom_vjp`` in other closures at every call: of
+    its own functions the code counts, and what they close over.
     """
     functions: set[Any] = set()
     seen: set[int] = set()
@@ -438,8 +439,9 @@ def functions_behind(eqn: Equation) -> frozenset[Any]:
             continue
         seen.add(id(x))
         if isinstance(x, types.FunctionType):
-            if x.__closure__ and x.__code__.co_filename.startswith(JAX_FOLDER):
-                left += x.__closure__
+            if x.__code__.co_filename.startswith(JAX_FOLDER):
+                functions.add(x.__code__)
+                left += [*(x.__closure__ or ()), *(x.__defaults__ or ())]
             else:
                 functions.add(x)
         elif isinstance(x, types.CellType):
