@@ -54,6 +54,9 @@ from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
+# The last steps of rows, from the clock of an exact optimizer.
+from jslices.optim.engine.catch_up import last_done as last_done
+
 # Optimizers of Optax where those of jslices are expected.
 from jslices.optim.transforms.base import as_transformation as as_transformation
 
@@ -75,6 +78,7 @@ __all__ = [
     "index_dtype",
     "install_command",
     "key_bits",
+    "last_done",
     "opened",
     "refuse_bad_ids",
     "round_rows",

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, fast_jit, numpy_dense, slow_unless
-from optimizers import KINDS, THREE, D, V, label, make, rng_tree
+from optimizers import KINDS, SCHEDULE, THREE, D, V, label, make, rng_tree
 
 import jslices as js
 
@@ -20,6 +20,7 @@ EXACT = [
     ("adamw", {"weight_decay": 0.1, "weight_decay_mode": "all"}),
     ("lion", {"weight_decay": 0.1, "untouched": "exact"}),
 ]
+LATE = {"untouched": "exact"}
 FACTORED = ("adafactor", {"min_dim_size_to_factor": 1})
 DECAYS = js.adamw(0.1, weight_decay=0.1)
 EXACTLY = make(js, "lion", 0.1, EXACT[-1][1])
@@ -104,15 +105,15 @@ def check(tx, kinds):
     """Frozen rows keep their bits, and so does their state under row gradients."""
     (before, state), steps = jax.device_get(train(tx, kinds))
     for dense, after in zip(kinds, steps, strict=True):
-        for params, now in after:
+        for params, _ in after:
             frozen = (tree["table"][FROZEN] for tree in (params, before))
             np.testing.assert_array_equal(*map(bits, frozen))
-            if not dense:
-                now = rows_of(now)
-                for key, x in rows_of(state).items():
-                    if "acc_grads" not in key:
-                        same = bits(x[FROZEN]), bits(now[key][FROZEN])
-                        np.testing.assert_array_equal(*same, key)
+        if not dense:
+            now = rows_of(after[0][1])
+            for key, x in rows_of(state).items():
+                if "acc_grads" not in key:
+                    same = bits(x[FROZEN]), bits(now[key][FROZEN])
+                    np.testing.assert_array_equal(*same, key)
     assert np.isfinite(params["table"]).all()
     assert (params["table"] != before["table"]).any(1)[[1, 7]].all()
 
@@ -168,6 +169,85 @@ def test_rows_are_frozen_later(tx, dense):
     params = jax.device_get(params)
     np.testing.assert_array_equal(bits(new["table"][FROZEN]), bits(params["table"][FROZEN]))
     assert (new["table"] != params["table"]).any(1)[[1, 7]].all()
+
+
+NONE = np.zeros(V, bool)
+GRADUALLY = (NONE, FROZEN, FROZEN & (np.arange(V) != 5), NONE)
+SCHEDULED = ("lion", {"learning_rate": SCHEDULE, "weight_decay": 0.1})
+
+
+@pytest.mark.parametrize("how", ["flushed", "read", "state"])
+@pytest.mark.parametrize(
+    "name, kwargs",
+    slow_unless([EXACT[0], EXACT[1], SCHEDULED], lambda case: case[0] == "adamw"),
+    ids=label,
+)
+def test_rows_thaw_as_in_a_dense_optimizer(name, kwargs, how):
+    """Frozen ones have gradients and updates of zero there; by their state only updates.
+
+    They go on at the change if the new optimizer flushes, else when a step reads them.
+    """
+    kwargs = {k: x for k, x in kwargs.items() if k != "untouched"}
+    tx, dense = make(js, name, 0.1, {**kwargs, **LATE}), make(optax, name, 0.1, kwargs)
+    rng, reads_all = np.random.default_rng(4), how == "read"
+
+    @functools.partial(fast_jit, static_argnums=0)
+    def step(number, params, state, ids, rows):
+        tx = steps[number]
+        params, state = tx.catch_up(params, state, np.arange(V) if reads_all else ids)
+        grads = js.IndexedSlices(rows, ids, (V, D))
+        return tx.apply(grads, state, params)
+
+    @fast_jit
+    def dense_step(params, state, ids, rows, bits):
+        masked = lambda x: jnp.where(bits[:, None], 0, x)  # noqa: E731
+        grads = js.IndexedSlices(rows, ids, (V, D)).to_dense()
+        grads = grads if how == "state" else masked(grads)
+        updates, state = dense.update(grads, state, params)
+        return optax.apply_updates(params, masked(updates)), state
+
+    steps = [js.optim.freeze_rows(tx, bits) if bits.any() else tx for bits in GRADUALLY]
+    steps = [tx] * len(steps) if how == "state" else steps
+    params = wanted = start()["table"]
+    state, wanted_state = steps[0].init(params), dense.init(params)
+    for number, bits in enumerate(GRADUALLY):
+        params, state = steps[max(number - 1, 0)].flush(params, state)
+        if how == "state":
+            state = js.optim.freeze_rows(state, bits)
+        if how != "read":
+            params, state = steps[number].flush(params, state)
+        for _ in range(3):
+            batch = rng.integers(0, V, 2), rng.normal(size=(2, D)).astype(np.float32)
+            params, state = step(number, params, state, *batch)
+            wanted, wanted_state = dense_step(wanted, wanted_state, *batch, bits)
+        now, _ = steps[number].flush(params, state)
+        assert_close(now, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_thaw_in_a_resized_table():
+    """There they go on as in the old one."""
+    tx, back = make(js, "adamw", 0.1, EXACT[1][1]), np.arange(V)[::-1]
+    fewer = FROZEN & (np.arange(V) != 5)
+
+    @functools.partial(fast_jit, static_argnums=0)
+    def step(tx, params, state, ids, number):
+        grads = js.IndexedSlices(jnp.sin(number + jnp.ones((5, D))), ids, (V, D))
+        return tx.apply(grads, *tx.catch_up(params, state, ids)[::-1])
+
+    old, new = (js.optim.freeze_rows(tx, x) for x in (fewer, fewer[back]))
+    first = js.optim.freeze_rows(tx, FROZEN)
+    params, state = start()["table"], first.init(start()["table"])
+    for number in range(3):
+        params, state = step(first, params, state, IDS[:5], number)
+    rows = {"value": back}
+    there = js.checkpoint.resize_rows(new, params, state, params + 9, rows=rows)
+    here, there = old.flush(params, state), new.flush(*there)
+    for number in range(3):
+        here = step(old, *here, IDS[:5], number)
+        there = step(new, *there, back[IDS[:5]], number)
+    here, there = old.flush(*here)[0], new.flush(*there)[0]
+    np.testing.assert_array_equal(here, there[back])
+    assert (here[5] != start()["table"][5]).all()
 
 
 def test_forms_of_frozen():

@@ -11,7 +11,7 @@ from jax import lax
 
 from jslices import GradientTransformation
 from jslices.checkpoint.slot_names import NAMES
-from jslices.extend import Params, State
+from jslices.extend import Params, State, last_done
 
 #: What to type where one call can't fill the state.
 BY_GROUP = (
@@ -90,7 +90,8 @@ def _is_optimizer_state(x: Any) -> bool:
 
 def has_rows_behind(part: Any) -> bool:
     clock = getattr(part, "clock", None)
-    return any((x < part.count).any() for x in jax.tree.leaves(clock and clock.last))
+    last = jax.tree.leaves(clock and clock.last)
+    return any((last_done(x) < part.count).any() for x in last)
 
 
 def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> State:

@@ -32,12 +32,16 @@ from jslices.optim.engine.step import Plan, execute, read_rows, step_rows
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
 
-#: The last step of a row that shall never move: it has missed nothing, ever.
+#: Minus this, the last step of a row that never moves.
 FROZEN = np.iinfo(np.int32).max
 
 
 class Clock(NamedTuple):
-    """The last step of each row, and what it has to remember of it."""
+    """The last step of each row, and what it has to remember of it.
+
+    ``~last`` says that the row did not move since: a transformation holds it, and whatever
+    catches it up without that transformation frees it. ``FROZEN - last``: it never moves.
+    """
 
     last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
     snapshot: Any  #: like params, some of floats ``[V]``: see :class:`MissedSteps`.
@@ -55,6 +59,15 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
         for rule, p in zip(rules, leaves, strict=True)
     ]
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
+
+
+def never_moves(last: jax.Array) -> jax.Array:
+    return last > FROZEN // 2
+
+
+def last_done(last: jax.Array) -> jax.Array:
+    """The last steps of rows, of frozen ones as well."""
+    return jnp.where(never_moves(last), FROZEN - last, jnp.maximum(last, ~last))
 
 
 def _float_like(p: Any) -> np.dtype:
@@ -95,8 +108,10 @@ def with_clock(
         if before is not None:
             update = (before + update).astype(update.dtype)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
-        wrong = jnp.where(per_row(last == FROZEN, update), -0.0, jnp.nan)
-        update = access.where_rows(last == count, update, wrong.astype(update.dtype))
+        stays = never_moves(last)
+        wrong = jnp.where(per_row(stays, update), -0.0, jnp.nan)
+        moves = (last_done(last) == count) & ~stays
+        update = access.where_rows(moves, update, wrong.astype(update.dtype))
         return update, *new, *_now(step, snapshot, last, old)
 
     return Partial(timed, () if missed is None else missed.args[0])
@@ -130,10 +145,10 @@ def refuse_stale(
         behind = np.asarray(late)
         if behind.any():
             row = int(rows.reshape(-1)[int(np.argmax(behind))])
+            last = int(last_done(jnp.ravel(steps)[row]))
             raise ValueError(
-                f"row {row} did its last step at {int(jnp.ravel(steps)[row])}, the "
-                f"optimizer has done {int(count)}: with "
-                'untouched="exact" rows catch up before they are read: '
+                f"row {row} did its last step at {last}, the optimizer has done "
+                f'{int(count)}: with untouched="exact" rows catch up before they are read: '
                 "params, state = tx.catch_up(params, state, ids), or all of them by "
                 "tx.flush(params, state)"
             )
@@ -157,7 +172,7 @@ def _late(
                 rows_at(x, at, fill_value=FROZEN, row_axes=grad.row_axes)
                 for x in (rows, steps)
             )
-        results.append((rows, (steps != count) & (steps != FROZEN)))
+        results.append((rows, (last_done(steps) != count) & ~never_moves(steps)))
     return results
 
 
@@ -210,16 +225,24 @@ def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
 
 
 def caught_up(
-    kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike], late: jax.Array
+    kernel: Kernel,
+    behind: Behind,
+    arrays: Sequence[ArrayLike],
+    clock_at: int,
+    count: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
-    Where all rows are meant, and none is ``late`` (bool ``[V]``), as in an array that each
-    step moves as a whole, nothing is done.
+    Where all rows are meant, and none has missed a step, as in an array that each step
+    moves as a whole, held ones are freed, and nothing else is done. ``arrays[clock_at]``
+    are the last steps.
     """
-    old = tuple(jnp.asarray(x) for x in arrays)
+    old = [jnp.asarray(x) for x in arrays]
     if isinstance(behind, IndexedSlices):
         return step_rows(kernel, behind, old[:1], old[1:], adds=True)
+    last = old[clock_at]
+    late = last_done(last) < count
+    old[clock_at] = jnp.where((last < 0) & ~late, ~last, last)
     every_row = lambda *arrays: tuple(_every_row(kernel, list(arrays)))  # noqa: E731
 
     def if_late(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -260,7 +283,10 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
 
 
 def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
-    """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows."""
+    """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows.
+
+    Of frozen rows they change the state alone.
+    """
     steps = _missed(rule)
     tables = steps.table(count, run), steps.after_each(run.dtype)
     now = steps.snapshot(count, run)
@@ -272,15 +298,16 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     ) -> tuple[jax.Array, ...]:
         count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
-        late = last < count
+        is_free, steps_done = (last >= 0) & ~never_moves(last), last_done(last)
+        late = steps_done < count
         column = per_row(late, p)
-        missed = steps.missed(count, run, tables, last, snapshot)
+        missed = steps.missed(count, run, tables, steps_done, snapshot)
         numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
         missed = numbers._replace(steps=missed.steps)
         missed = jax.tree.map(lambda x: x.reshape(column.shape), missed)
         move, *new = steps.advance(missed, p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
-        move = jnp.where(column, move, jnp.array(-0.0, move.dtype))
+        move = access.where_rows(late & is_free, move, jnp.array(-0.0, move.dtype))
         moved = [
             access.where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, arrays, strict=True)
@@ -316,12 +343,14 @@ def _now(
     The new value depends on the old one on purpose: XLA may otherwise write it before it
     has read the rows, and copies the whole arrays for that.
     """
-    behind = last <= step
+    done = last_done(last)
+    behind = done <= step
     news = (
         jnp.where(behind, new.astype(x.dtype), x)
         for new, x in zip(snapshot, old, strict=True)
     )
-    return jnp.maximum(last, step), *news
+    done = jnp.maximum(done, step)
+    return jnp.where(never_moves(last), FROZEN - done, done), *news
 
 
 def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:

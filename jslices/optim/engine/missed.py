@@ -156,7 +156,7 @@ class MissedSteps:
         with the rows then, ``[n]`` each.
         """
         table, after_each = tables
-        steps = jnp.maximum(count - last, 0)  # rows may be frozen, ahead of all steps
+        steps = count - last
         if self.keeps_run:
             since = (run[0] - snapshot[-2]) + (run[1] - snapshot[-1])
         else:

@@ -244,11 +244,11 @@ class _RuleOnTrees:
         """
         leaves, tree = flatten(params)
         missed_by, rules = self._missed(state), self._rules(params, tree)
-        last, count = len(self.names), state.count
+        clock_at, count = 1 + len(self.names), state.count
         new = [
             None
             if rows is False
-            else exact.caught_up(missed_by(rule), rows, [p, *arrays], arrays[last] < count)
+            else exact.caught_up(missed_by(rule), rows, [p, *arrays], clock_at, count)
             for rule, rows, p, arrays in zip(
                 rules, behind, leaves, self._arrays(state, tree), strict=True
             )

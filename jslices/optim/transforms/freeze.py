@@ -15,7 +15,7 @@ from jslices._jax import flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
-from jslices.optim.engine.catch_up import FROZEN, Clock
+from jslices.optim.engine.catch_up import FROZEN, Clock, last_done, never_moves
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms import base
@@ -41,6 +41,12 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     Some optimizers take norms of whole arrays then (the trust ratio of ``lamb``, say), and
     these count the parameters of frozen rows.
 
+    With ``untouched="exact"`` the means of frozen rows fade as if their gradients were
+    zero. Rows that are no longer frozen, by another ``frozen`` or by ``tx`` alone, move
+    again from the ``flush`` of the new optimizer on, or else once a step has read them.
+    When other rows are frozen from now on, call both:
+    ``params, state = new_tx.flush(*old_tx.flush(params, state))``.
+
     Args:
       tx: an optimizer of jslices or of Optax, or what combinators make of some: ``chain``,
         ``partition``, ``masked``, ``multi_steps``, ``from_optax``. Also at its place inside
@@ -55,7 +61,8 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
       A :class:`GradientTransformation`. Its state is that of ``tx``, so that it can also be
       put round an optimizer that has taken steps; with ``untouched="exact"`` call
       ``tx.flush`` before, as what frozen rows have missed is not made up. Given a state:
-      that state, by which the same rows never move.
+      that state, by which these rows, and no others, never move, whatever steps them. Their
+      means go on by their gradients. Call ``tx.flush`` before and after.
 
     Raises:
       TypeError: for the state of an optimizer that is not exact, and for anything but
@@ -85,28 +92,28 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     bits_of = functools.partial(base.values_of_prefix, ARGUMENT, frozen)
 
     def marked(state: State) -> State:
-        """The state, in which frozen rows have missed nothing and never will."""
-        return _with_clocks(state, lambda last: each(_marked, last))
+        """The state, in which frozen rows are held."""
+        return _with_clocks(state, lambda last: each(_held, last))
 
     def init(params: Params) -> State:
         each(lambda p, bits: _check(bits, jnp.shape(p)), params)
         return marked(tx.init(params))
 
-    def prepared(grads: Gradients, state: State) -> tuple[Gradients, State]:
-        """Gradients without frozen rows, and the state."""
+    def after(grads: Gradients, state: State) -> State:
+        """The state after a step; arrays step all rows, which are then no longer held."""
         leaves = flatten(grads, is_leaf=base.is_leaf_or_masked)[0]
         arrays = [not base.is_leaf_or_masked(g) for g in leaves]
-        if any(x is not None for x in itertools.compress(bits_of(grads), arrays)):
-            state = marked(state)  # of arrays, rows that did not catch up would be refused
-        return each(_without_frozen, grads), state
+        is_any = any(x is not None for x in itertools.compress(bits_of(grads), arrays))
+        return marked(state) if is_any else state
 
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        grads, state = prepared(grads, state)
+        grads = each(_without_frozen, grads)
         updates, state = tx.update(grads, state, params, **extra_args)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
-        return each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates), state
+        updates = each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates)
+        return updates, after(grads, state)
 
     def apply(
         grads: Gradients,
@@ -115,13 +122,13 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         key: Key | None = None,
         **extra_args: PyTree,
     ) -> tuple[Params, State]:
-        grads, state = prepared(grads, state)
+        grads = each(_without_frozen, grads)
         new, state = tx.apply(grads, state, params, key, **extra_args)
 
         def kept(now: jax.Array, bits: Frozen, grad: Leaf, param: jax.Array) -> jax.Array:
             return now if is_leaf(grad) else _kept(now, bits, True, param)
 
-        return each(kept, new, grads, params), state
+        return each(kept, new, grads, params), after(grads, state)
 
     def peek(params: Params, state: State, rows: PyTree) -> PyTree:
         return each(_kept, tx.peek(params, state, rows), rows, params)
@@ -129,16 +136,17 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         leaves, structure = flatten(params, is_leaf=base.is_leaf_or_masked)
         columns = structure.flatten_up_to(ids), bits_of(params)
-        if any(x is True for x in columns[0]):
-            state = marked(state)
         rows = [
             x if bits is None or x is None or x is True else _left_out(x, bits, p.shape)
             for p, x, bits in zip(leaves, *columns, strict=True)
         ]
-        return tx.catch_up(params, state, structure.unflatten(rows))
+        mark = marked if any(x is True for x in columns[0]) else lambda state: state
+        params, state = tx.catch_up(params, mark(state), structure.unflatten(rows))
+        return params, mark(state)
 
     def flush(params: Params, state: State) -> tuple[Params, State]:
-        return tx.flush(params, marked(state))
+        params, state = tx.flush(params, marked(state))
+        return params, marked(state)
 
     frozen_tx = tx.replace(init=init, update=update, apply=apply, check=None)
     if tx.catches_up:
@@ -153,7 +161,9 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
     def mark(last: jax.Array, bits: Frozen) -> jax.Array:
         _check(bits, last.shape)
         tables.append(last)
-        return _marked(last, bits)
+        done = last_done(last)
+        freed = jnp.where(never_moves(last), ~done, last)
+        return _where_frozen(freed, bits, FROZEN - done)
 
     new = _with_clocks(
         state, lambda last: base.map_with_prefix(ARGUMENT, frozen, mark, last)
@@ -200,16 +210,21 @@ def _free(bits: Frozen) -> Frozen:
     return (lambda rows: ~bits(rows)) if callable(bits) else ~jnp.asarray(bits)
 
 
-def _marked(last: jax.Array, bits: Frozen) -> jax.Array:
+def _held(last: jax.Array, bits: Frozen) -> jax.Array:
+    is_free = (last >= 0) & ~never_moves(last)
+    return _where_frozen(last, bits, jnp.where(is_free, ~last, last))
+
+
+def _where_frozen(last: jax.Array, bits: Frozen, mark: jax.Array) -> jax.Array:
+    """The last steps of rows, of those that are frozen the ``mark``."""
     if not callable(bits):
-        return jnp.where(per_row(jnp.asarray(bits), last), FROZEN, last)
+        return jnp.where(per_row(jnp.asarray(bits), last), mark, last)
     if last.ndim > 1:
         raise ValueError(
             "freeze_rows got a function of row numbers for a table whose rows may be "
             f"numbered by {last.ndim} axes; give bools of shape {last.shape}"
         )
-    rows = jnp.arange(last.shape[0], dtype=jnp.int32)
-    return jnp.where(bits(rows), FROZEN, last)
+    return jnp.where(bits(jnp.arange(last.shape[0], dtype=jnp.int32)), mark, last)
 
 
 def _kept(
