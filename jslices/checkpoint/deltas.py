@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -13,7 +14,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
-from jslices.checkpoint.trees import matching, named_leaves
+from jslices.checkpoint.trees import array_name, matching, named_leaves
 from jslices.checkpoint.writing import Part
 from jslices.extend import PyTree
 
@@ -69,7 +70,7 @@ def delta_part(
     if touched is None:
         changed = {n: _changed_rows(n, leaf, base) for n, leaf in leaves.items()}
     else:
-        changed = _touched_rows(leaves, touched)
+        changed = _with_moved_rows(_touched_rows(leaves, touched), leaves, base)
     part: Part = {}
     row_names: dict[str, str] = {}
     for name, leaf in leaves.items():
@@ -108,6 +109,23 @@ def _touched_rows(leaves: dict[str, Leaf], touched: PyTree) -> dict[str, Rows | 
                 rows = Rows(numbers, axes)
                 rows_of[name] = rows if others is None else _union(rows, others, shape)
     return rows_of
+
+
+def _with_moved_rows(
+    changed: dict[str, Rows | None], leaves: dict[str, Leaf], base: Archive
+) -> dict[str, Rows | None]:
+    """``changed``, and the rows that have caught up since, as the clocks of rows tell."""
+    for name, clock in leaves.items():
+        of_rows = re.fullmatch(r"(?:.*/)?clock/last((?:/.*)?)", name)
+        if of_rows is None:
+            continue
+        moved, sizes = _changed_rows(name, clock, base), clock.spec.shape
+        for other, rows in changed.items():
+            shape = leaves[other].spec.shape
+            is_its = f"/{array_name(other)}".endswith(of_rows[1])
+            if rows is not None and is_its and shape[: len(sizes)] == sizes:
+                changed[other] = None if moved is None else _union(rows, moved, shape)
+    return changed
 
 
 def _is_ids(node: object) -> bool:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, IndexedSlices, is_slices
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
-from jslices.checkpoint.trees import brief, listed, matching, named_leaves
+from jslices.checkpoint.trees import array_name, brief, listed, matching, named_leaves
 from jslices.extend import Params, PyTree, State, as_transformation
 
 
@@ -194,9 +194,7 @@ def _owner(name: str, params: Mapping[str, Any], is_bare: bool) -> str:
         return ""
     if is_bare:
         return next(iter(params))
-    # A clock keeps several numbers for each row, in a tuple.
-    name = re.sub(r"((?:^|/)clock/snapshot/.*)/\d+$", r"\1", name)
-    parts = name.split("/")
+    parts = array_name(name).split("/")
     ends = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((end for end in ends if end in params), "")
 

@@ -232,8 +232,9 @@ class Saver:
             None for the others. Ids are integers (duplicates, and those out of range, are
             ignored), a mask ``[V]`` of bools, or IndexedSlices. Ids number the first axis
             of a table; slices and :func:`jslices.lookup_ids` as many as their
-            ``row_axes``, and a mask ``[L, V]`` the first two. Variables that are not
-            mentioned are saved whole. None compares all variables with the base.
+            ``row_axes``, and a mask ``[L, V]`` the first two. Rows that an exact optimizer
+            has moved besides are added, if its state is among the variables. Variables that
+            are not mentioned are saved whole. None compares all variables with the base.
 
         Returns:
           The path of the delta, for :meth:`restore`.
@@ -244,7 +245,8 @@ class Saver:
           NotFoundError: if the base is gone, or ``touched`` names an unknown variable.
           DataLossError: if the base is damaged or has been overwritten.
 
-        Cost: reads and writes the touched rows, and the variables that are saved whole;
+        Cost: reads and writes the touched rows, and the variables that are saved whole; of
+        an exact optimizer also reads a number a row, here and in the base;
         with ``touched=None`` reads everything, and the base. A delta is always one file.
         """
         variables = trees.without_handles(variables)

@@ -145,9 +145,9 @@ def refuse_stale(
         behind = np.asarray(late)
         if behind.any():
             row = int(rows.reshape(-1)[int(np.argmax(behind))])
-            last = int(last_done(jnp.ravel(steps)[row]))
+            before = int(last_done(jnp.ravel(steps)[row]))
             raise ValueError(
-                f"row {row} did its last step at {last}, the optimizer has done "
+                f"row {row} did its last step at {before}, the optimizer has done "
                 f'{int(count)}: with untouched="exact" rows catch up before they are read: '
                 "params, state = tx.catch_up(params, state, ids), or all of them by "
                 "tx.flush(params, state)"
