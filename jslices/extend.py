@@ -57,6 +57,9 @@ from jslices._typing import State as State
 # The last steps of rows, from the clock of an exact optimizer.
 from jslices.optim.engine.catch_up import last_done as last_done
 
+# The state of some rows of a table, for what goes by row numbers.
+from jslices.optim.engine.protocol import StateOfRows as StateOfRows
+
 # Optimizers of Optax where those of jslices are expected.
 from jslices.optim.transforms.base import as_transformation as as_transformation
 
@@ -66,6 +69,7 @@ __all__ = [
     "Params",
     "PyTree",
     "State",
+    "StateOfRows",
     "as_bags",
     "as_ids",
     "as_transformation",

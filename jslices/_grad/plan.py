@@ -75,6 +75,7 @@ class Site:
     #: function returns as it is.
     source: Source | None
     by_ids: bool  # False for rows whose numbers are constants, ``table[5:8]``
+    packed: int  # how many of the rows that are read a row of the leaf holds
 
     @property
     def entries(self) -> int:
@@ -360,6 +361,7 @@ class Planner(ViewWalk):
                 sharding=leaf.sharding(exchange),
                 source=source,
                 by_ids=by_ids,
+                packed=read.packed,
             )
             self.plan.append(site)
 

@@ -82,6 +82,17 @@ class RowRead:
         return [table.leaf for table in tables_read(self.view)]
 
     @property
+    def packed(self) -> int:
+        """How many rows of the view a row of its tables holds, at most."""
+        per = [1]
+
+        def note(table: TableView, ids: RowIds) -> None:
+            per.extend(size for name, size, *_ in ids.name if name == "holding")
+
+        Reader(note, note).rows(self.view, RowIds())
+        return max(per)
+
+    @property
     def is_direct(self) -> bool:
         """True if it reads rows of a table, and an id in range is good."""
         return isinstance(self.view, TableView) and self.good is None

@@ -117,12 +117,13 @@ def _gradient_of(site: Site, values: jax.Array, indices: jax.Array) -> IndexedSl
     """The gradient of one read, its executions joined."""
     shape = (site.table_shape[0], *values.shape[indices.ndim :])
     values, indices = boundary.restore_sharding((values, indices), site.split)
+    facts = Facts(packed=site.packed)
     if site.exchange is not None:
-        facts = Facts(placement=site.exchange.placement)
+        facts = facts._replace(placement=site.exchange.placement)
         return slices_of(values, indices, shape, facts)._flattened()
     values = values.reshape(indices.size, *shape[1:]).astype(site.dtype)  # not weak
     indices = indices.reshape(-1)
-    return IndexedSlices.of(*boundary.on_all_devices(values, indices), shape)
+    return IndexedSlices.of(*boundary.on_all_devices(values, indices), shape, facts)
 
 
 #: ``rows + slot``, without an addition.

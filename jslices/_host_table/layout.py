@@ -1,5 +1,6 @@
 """Layout of records: a row of a table and its rows of the optimizer's state, as words."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jslices import GradientTransformation, InvalidArgumentError
-from jslices.extend import State
+from jslices.extend import State, StateOfRows
 
 
 class Field(NamedTuple):
@@ -152,7 +153,20 @@ def layout_of(
             )
         field = Field(name, np.dtype(x.dtype), x.shape[1:] if is_by_row else x.shape)
         (fields if is_by_row else shared).append(field)
+    _refuse_hidden_row_numbers(tx, jax.ShapeDtypeStruct((V, *row), dtype))
     return Layout(tx, np.dtype(dtype), tuple(fields), tuple(shared), by_row, tree)
+
+
+def _refuse_hidden_row_numbers(tx: GradientTransformation, table: Any) -> None:
+    """Refuse what goes by row numbers in a combinator of Optax."""
+
+    def step(x: jax.Array) -> Any:
+        rows = StateOfRows((), jnp.zeros(len(x), jnp.int32), len(x))
+        how = "optax.chain in a HostTable, or the like,"
+        return tx.of_rows(rows).update(x, tx.init(x), x, without_numbers=how)
+
+    with contextlib.suppress(TypeError):  # it wants more than a gradient
+        jax.eval_shape(step, table)
 
 
 def _state(tx: GradientTransformation, shape: Sequence[int], dtype: DTypeLike) -> Any:

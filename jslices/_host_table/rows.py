@@ -11,7 +11,7 @@ import numpy as np
 from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices._host_table.records import Part, Records
-from jslices.extend import State, key_bits, round_rows
+from jslices.extend import State, StateOfRows, key_bits, last_done, round_rows
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +26,8 @@ class HostRows:
       words: ``[U, words]``, the records.
       shared: the values that the optimizer keeps for all rows together.
       ticket: int32 ``[]``, the number of the call of ``fetch``.
-      numbers: uint32 ``[U]``, the numbers of the rows, where they are rounded; else None.
+      numbers: ``[U]`` integers, the numbers of the rows in the table, 0 for empty ones.
+      num_rows: V.
       layout: the layout of a record.
     """
 
@@ -34,6 +35,7 @@ class HostRows:
     shared: tuple[Any, ...]
     ticket: Any
     numbers: Any
+    num_rows: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
 
     def unpack(self) -> tuple[jax.Array, State]:
@@ -42,9 +44,12 @@ class HostRows:
         Returns:
           ``(table, state)``: an array ``[U, *D]`` whose rows are numbered by the ids that
           ``fetch`` returned, and a state like that of ``tx.init`` for it. Rows of an
-          optimizer with ``untouched="exact"`` have caught up.
+          optimizer with ``untouched="exact"`` have caught up. For one that goes by row
+          numbers, as with :func:`jslices.optim.freeze_rows`, the state holds them as well.
         """
         table, state = self.layout.unpack(self.words, self.shared)
+        if self.layout.tx.goes_by_row:
+            state = StateOfRows(state, self.numbers, self.num_rows)
         if self.layout.tx.catches_up:
             table, state = self.layout.tx.flush(table, state)
         return table, state
@@ -82,8 +87,10 @@ class HostRows:
             if key is None:
                 return table
             bits = key_bits(key, "rows.pack(table, state, key)")
-            return round_rows(table, self.numbers, bits, narrow)
+            return round_rows(table, self.numbers.astype(jnp.uint32), bits, narrow)
 
+        if isinstance(state, StateOfRows):
+            state = state.state
         words, shared = self.layout.pack(table, state, rounded)
         if words.shape != self.words.shape:
             raise InvalidArgumentError(
@@ -126,8 +133,14 @@ class Stored(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def initial_records(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """Records of rows ``[n, *D]`` that were never stepped, and the shared values."""
+
+    def free(path: Any, x: jax.Array) -> jax.Array:  # which are frozen is not known here
+        is_clock = jax.tree_util.keystr(path).endswith(".clock.last")
+        return last_done(x) if is_clock else x
+
+    state = jax.tree_util.tree_map_with_path(free, layout.tx.init(start))
     narrow = layout.fields[0].dtype
-    return layout.pack(start, layout.tx.init(start), lambda table: table.astype(narrow))
+    return layout.pack(start, state, lambda table: table.astype(narrow))
 
 
 @jax.jit

@@ -436,11 +436,11 @@ class HostTable(Journaled):
     def _rows_of(self, words: np.ndarray, numbers: np.ndarray, ticket: int = 0) -> HostRows:
         """Records of some rows, and empty ones, with the values that all rows share."""
         shared = tuple(np.array(x) for x in self._records.shared[1:])
-        of_records = None
-        if self._layout.is_narrow:
-            of_records = np.zeros(len(words), np.uint32)
-            of_records[: len(numbers)] = numbers.astype(np.uint32)
-        return HostRows(words, shared, np.int32(ticket), of_records, self._layout)
+        height = self.shape[0]
+        of_records = np.zeros(len(words), np.uint32 if height <= 2**32 else np.uint64)
+        of_records[: len(numbers)] = numbers
+        held = words, shared, np.int32(ticket), of_records
+        return HostRows(*held, height, self._layout)
 
     # --- the file ---------------------------------------------------------------------
 

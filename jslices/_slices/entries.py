@@ -26,14 +26,16 @@ class Facts(NamedTuple):
       placement: which devices of a mesh hold the rows of the array; each of them holds the
         entries of its own rows. ``indices`` are still row numbers of the whole array.
         Reading or writing rows of the array then needs nothing from other devices.
+      packed: how many of the rows that were looked up a row of the array holds.
 
-    Slices keep their placement wherever JAX takes them apart and puts them together. They
+    Slices keep both wherever JAX takes them apart and puts them together. They
     forget that they are distinct: a ``tree.map`` over ``values`` and ``indices`` may give
     other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
     """
 
     distinct: bool = False
     placement: Placement | None = None
+    packed: int = 1
 
 
 NO_FACTS = Facts()
@@ -44,6 +46,7 @@ class _Static(NamedTuple):
 
     dense_shape: tuple[int, ...] | None
     placement: Placement | None = None
+    packed: int = 1
 
 
 class Entries:
@@ -119,7 +122,7 @@ class Entries:
         return self._children()
 
     def _children(self) -> tuple[tuple[Any, Any], _Static]:
-        static = _Static(self.dense_shape, self.facts.placement)
+        static = _Static(self.dense_shape, *self.facts[1:])
         numbers = self._indices if self._leaf is None else self._leaf
         return (self.values, self._remember(_leaf=sealed(numbers))), static
 
@@ -129,7 +132,9 @@ class Entries:
     ) -> Self:
         # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
         # is enough: slices with the axes of a batch are made like that.
-        shape, placement = static if isinstance(static, _Static) else _Static(static)
+        if not isinstance(static, _Static):
+            static = _Static(static)
+        shape, facts = static.dense_shape, Facts(False, *static[1:])
         values, leaf = children
         if shape and getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim > 1:
             row = np.shape(values)[leaf.ndim - 1 :]
@@ -151,7 +156,7 @@ class Entries:
                     "which do not belong together; map it over whole slices, by "
                     "jslices.tree.map, or change slices.values"
                 )
-        return cls.of(values, indices, shape, Facts(placement=placement), leaf)
+        return cls.of(values, indices, shape, facts, leaf)
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and facts about them."""

@@ -102,6 +102,7 @@ class IndexedSlices(Refusals):
         self, values: jax.Array, indices: jax.Array, facts: Facts = NO_FACTS
     ) -> "IndexedSlices":
         """Other entries of the same array."""
+        facts = facts._replace(packed=self.facts.packed)
         return slices_of(values, indices, self.dense_shape, facts)
 
     # --- conversions ----------------------------------------------------------------
@@ -550,10 +551,11 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
         and given[0].indices.ndim == 1
     ):
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
-        return slices_of(*entries, shape, Facts(placement=placement))
+        return slices_of(*entries, shape, given[0].facts._replace(distinct=False))
     axis = given[0].indices.ndim - 1
     together = jnp.concatenate(values, axis), jnp.concatenate(indices, axis)
-    return slices_of(*together, shape)
+    facts = Facts(packed=max(s.facts.packed for s in given))
+    return slices_of(*together, shape, facts)
 
 
 def deduplicated(slices: IndexedSlices) -> IndexedSlices:

@@ -1,5 +1,6 @@
 """The protocol of an optimizer, which is Optax's, and adding updates to parameters."""
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -13,12 +14,34 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
+from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten
 from jslices._place import boundary
-from jslices._rows import rounding
+from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, each_shard
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StateOfRows:
+    """The state of an array ``[U, *D]`` of some rows of a table, and which they are.
+
+    A transformation that goes by row numbers takes it in place of the state alone.
+    """
+
+    state: Any  #: of ``tx.init`` for the array.
+    numbers: Any  #: ``[U]``, of its rows in the table.
+    num_rows: int = dataclasses.field(metadata={"static": True})  #: V, of the table.
+
+    def renumbered(self, f: Any) -> Any:
+        """A function of the table's row numbers as one of the array's; others stay."""
+        if not callable(f):
+            return f
+        dtype = access.index_dtype(self.num_rows, np.dtype(np.int32))
+        rows = self.numbers.astype(dtype).at
+        return lambda at: f(rows[at].get(mode="fill", fill_value=self.num_rows))
 
 
 class GradientTransformation:
@@ -41,6 +64,7 @@ class GradientTransformation:
       peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
       check: ``check(grads, state, peeked)``, which raises before a step, where values are
         there to tell, what a program cannot.
+      of_rows: see :meth:`of_rows`; None for what does not go by row numbers.
 
     Example:
       >>> import jslices as js
@@ -65,14 +89,17 @@ class GradientTransformation:
         plan: Callable[..., PyTree] | None = None,
         peek: Callable[[Params, State, PyTree], PyTree] | None = None,
         check: Callable[..., None] | None = None,
+        of_rows: Callable[[StateOfRows], "GradientTransformation"] | None = None,
     ) -> None:
         parts = {"init": init, "update": update, "catch_up": catch_up, "flush": flush}
         parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
-        self._parts: dict[str, Any] = parts
-        self.init, self._catch_up, self._flush = init, catch_up, flush
-        self._peek, self._plan = peek, plan
-        self.update = _step_of(update, check)
-        self._step = _step_of(apply, check) if apply else in_two(self.update)
+        self._parts: dict[str, Any] = {**parts, "of_rows": of_rows}
+        self.init, self._plan = init, plan
+        names = ("update", "apply", "catch_up", "flush", "peek")
+        self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
+        self._step = step or in_two(self.update)
+        #: Whether it goes by row numbers, or by how many rows there are.
+        self.goes_by_row = of_rows is not None
         # Bound once, so that jax.jit(tx.apply) finds its program again.
         vars(self).update(apply=self.apply, catch_up=self.catch_up, flush=self.flush)
 
@@ -84,7 +111,42 @@ class GradientTransformation:
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
-        return GradientTransformation(**{**self._parts, **parts})
+        of_rows = None if "update" in parts else self._parts["of_rows"]
+        return GradientTransformation(**{**self._parts, "of_rows": of_rows, **parts})
+
+    def of_rows(self, rows: StateOfRows) -> "GradientTransformation":
+        """That of an array of these rows, if it goes by row numbers, or else itself."""
+        of_rows = self._parts["of_rows"]
+        return self if of_rows is None else of_rows(rows).replace(of_rows=None)
+
+    def _part(self, name: str) -> Any:
+        """A part, which ignores extra arguments that it does not name, as in Optax."""
+        if (part := self._parts[name]) is None:
+            return None
+        check = self._parts["check"] if name in ("update", "apply") else None
+        parameters = inspect.signature(part).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+        @functools.wraps(part)
+        def run(x: PyTree, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
+            if isinstance(state, StateOfRows):
+                step = getattr(self.of_rows(state), name)
+                result = step(x, state.state, *args, **extra_args)
+                if name == "peek":
+                    return result
+                return result[0], dataclasses.replace(state, state=result[1])
+            if self.goes_by_row and (caller := extra_args.get("without_numbers")):
+                raise InvalidArgumentError(
+                    f"{caller} cannot tell freeze_rows, scale with a function, nor "
+                    "clip_by_block_rms the rows of the table: put them outside of it, in "
+                    "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
+                )
+            if check is not None:
+                check(x, state, extra_args.get("peeked"))
+            named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
+            return part(x, state, *args, **named)
+
+        return run
 
     def as_programs(self) -> "GradientTransformation":
         """The same, compiled as a whole outside of ``jax.jit`` as well.
@@ -228,29 +290,6 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
             "pass the whole tree that js.grad or js.value_and_grad returned, or the one "
             "array as parameters"
         )
-
-
-def _step_of(
-    step: Callable[..., Any], check: Callable[..., None] | None
-) -> Callable[..., Any]:
-    """``step``, an ``update`` or ``apply``, with ``check`` before it.
-
-    It ignores extra arguments that it does not name, as
-    ``optax.with_extra_args_support``.
-    """
-    parameters = inspect.signature(step).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if takes_any and check is None:
-        return step
-
-    @functools.wraps(step)
-    def checked(grads: Gradients, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
-        if check is not None:
-            check(grads, state, extra_args.get("peeked"))
-        named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
-        return step(grads, state, *args, **named)
-
-    return checked
 
 
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:

@@ -21,7 +21,7 @@ from jslices import _jax
 from jslices._place.boundary import platform_at_hand, row_major_array
 from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
-from jslices._slices import Facts, IndexedSlices, each_shard, slices_of
+from jslices._slices import IndexedSlices, each_shard, slices_of
 from jslices._typing import Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
@@ -244,7 +244,8 @@ def step_rows(
     if adds:
         return row_major_array(first), *new
     shape = None if sizes is None else (*sizes, *first.shape[1:])
-    facts = Facts(distinct=distinct or cpu.sums or cpu.way == "all rows")
+    distinct |= cpu.sums or cpu.way == "all rows"
+    facts = grad.facts._replace(distinct=distinct)
     return slices_of(first, indices, shape, facts), *new
 
 

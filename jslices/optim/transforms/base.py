@@ -41,6 +41,13 @@ def catching_up(
     return {"catch_up": catch_up, "flush": flush, **({"peek": peek} if tx.peeks else {})}
 
 
+def renumbering(make: Callable[..., Any], *transforms: GradientTransformation) -> Any:
+    """``of_rows`` of what ``make`` makes of some transformations."""
+    if not any(tx.goes_by_row for tx in transforms):
+        return None
+    return lambda rows: make(*(tx.of_rows(rows) for tx in transforms))
+
+
 def as_transformation(caller: str, tx: Transformation) -> GradientTransformation:
     """A transformation of jslices or of Optax as one of jslices; refuses anything else.
 
@@ -67,7 +74,7 @@ def _zeros_for_no_rows(grad: Leaf) -> Leaf:
     return grad.to_dense() if has_no_rows(grad) else grad
 
 
-def stateless(f: Callable[[Gradients], Gradients]) -> GradientTransformation:
+def stateless(f: Callable[[Gradients], Gradients], **parts: Any) -> GradientTransformation:
     """The transformation whose updates are ``f(grads)``, and whose state is ``()``."""
 
     def update(
@@ -76,13 +83,14 @@ def stateless(f: Callable[[Gradients], Gradients]) -> GradientTransformation:
         del params
         return f(grads), state
 
-    return GradientTransformation(lambda params: (), update)
+    return GradientTransformation(lambda params: (), update, **parts)
 
 
-def each_leaf(f: Callable[[Leaf], Leaf]) -> GradientTransformation:
+def each_leaf(f: Callable[[Leaf], Leaf], **parts: Any) -> GradientTransformation:
     """The stateless transformation that maps ``f`` over arrays and IndexedSlices."""
     over_present = lambda g: g if g is None else f(g)  # noqa: E731
-    return stateless(functools.partial(jax.tree.map, over_present, is_leaf=is_leaf))
+    each = functools.partial(jax.tree.map, over_present, is_leaf=is_leaf)
+    return stateless(each, **parts)
 
 
 # --- Prefix pytrees, which say something of some of the parameters ------------------------

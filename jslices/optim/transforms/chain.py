@@ -8,7 +8,7 @@ from jslices._typing import Gradients, Key, Params, PyTree, State, Transformatio
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, widening
 from jslices.optim.engine.transformation import check_links
-from jslices.optim.transforms.base import as_transformation, catching_up, stateless
+from jslices.optim.transforms import base
 
 
 @combinator
@@ -40,7 +40,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
 
     Source: ``optax.chain``.
     """
-    links = [as_transformation("chain", tx) for tx in transformations]
+    links = [base.as_transformation("chain", tx) for tx in transformations]
     if any(tx.catches_up for tx in links[:-1]):
         raise ValueError(
             'an optimizer with untouched="exact" must be the last of a chain, as what '
@@ -48,7 +48,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             "some parameters another optimizer: jslices.optim.partition"
         )
     if not links:
-        return stateless(lambda grads: grads)
+        return base.stateless(lambda grads: grads)
     *before, last = links
 
     def init(params: Params) -> State:
@@ -91,6 +91,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             is_leaf=lambda x: x is None,
         )
 
-    late = catching_up(last, part, lambda state, part: (*state[:-1], part))
+    late = base.catching_up(last, part, lambda state, part: (*state[:-1], part))
     update, apply = (functools.partial(run, name) for name in ("update", "apply"))
+    late["of_rows"] = base.renumbering(chain, *links)
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)

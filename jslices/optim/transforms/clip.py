@@ -27,7 +27,7 @@ from jslices._rows.sums import widened
 from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import GradientTransformation, is_leaf
+from jslices.optim.engine.protocol import GradientTransformation, StateOfRows, is_leaf
 from jslices.optim.transforms import norms
 from jslices.optim.transforms.base import each_leaf, stateless
 
@@ -397,16 +397,20 @@ def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
     """
     limit = check_limit("clip_by_block_rms", "threshold", threshold, single=True)
 
-    def clipped(g: Leaf) -> Any:
-        if is_slices(g) and g.dense_shape is None:
-            raise ValueError(
-                "clip_by_block_rms takes the mean over the dense array, and these slices "
-                "have dense_shape=None; give it: IndexedSlices(s.values, s.indices, "
-                "table.shape)"
-            )
-        return clip_by_norm(g, limit * math.sqrt(math.prod(g.shape)))
+    def of_rows(rows: StateOfRows | None = None) -> GradientTransformation:
+        def clipped(g: Leaf) -> Any:
+            if is_slices(g) and g.dense_shape is None:
+                raise ValueError(
+                    "clip_by_block_rms takes the mean over the dense array, and these "
+                    "slices have dense_shape=None; give it: IndexedSlices(s.values, "
+                    "s.indices, table.shape)"
+                )
+            shape = g.shape if rows is None else (rows.num_rows, *g.shape[1:])
+            return clip_by_norm(g, limit * math.sqrt(math.prod(shape)))
 
-    return each_leaf(clipped)
+        return each_leaf(clipped, of_rows=of_rows)
+
+    return of_rows()
 
 
 # --- Arithmetic -----------------------------------------------------------------------

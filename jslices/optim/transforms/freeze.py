@@ -17,9 +17,9 @@ from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine.catch_up import FROZEN, Clock, last_done, never_moves
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import is_leaf
+from jslices.optim.engine.protocol import StateOfRows, is_leaf
 from jslices.optim.transforms import base
-from jslices.optim.transforms.rows import only_rows
+from jslices.optim.transforms.rows import check_by_row, only_rows
 
 #: Which rows never move: bools ``[V]``, or a function of row numbers.
 Frozen: TypeAlias = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
@@ -41,10 +41,9 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     Some optimizers take norms of whole arrays then (the trust ratio of ``lamb``, say), and
     these count the parameters of frozen rows.
 
-    With ``untouched="exact"`` the means of frozen rows fade as if their gradients were
-    zero. Rows that are no longer frozen, by another ``frozen`` or by ``tx`` alone, move
-    again from the ``flush`` of the new optimizer on, or else once a step has read them.
-    When other rows are frozen from now on, call both:
+    With ``untouched="exact"`` the means of frozen rows fade meanwhile. Rows that are free
+    again, by another ``frozen`` or by ``tx`` alone, move from the ``flush`` of the new
+    optimizer on, or once a step has read them: to freeze other rows,
     ``params, state = new_tx.flush(*old_tx.flush(params, state))``.
 
     Args:
@@ -148,7 +147,12 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         params, state = tx.flush(params, marked(state))
         return params, marked(state)
 
-    frozen_tx = tx.replace(init=init, update=update, apply=apply, check=None)
+    def of_rows(rows: StateOfRows) -> Any:
+        return freeze_rows(tx.of_rows(rows), jax.tree.map(rows.renumbered, frozen))
+
+    frozen_tx = tx.replace(
+        init=init, update=update, apply=apply, check=None, of_rows=of_rows
+    )
     if tx.catches_up:
         frozen_tx = frozen_tx.replace(catch_up=catch_up, flush=flush)
     return frozen_tx.replace(peek=peek) if tx.peeks else frozen_tx
@@ -197,12 +201,15 @@ def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:
     ):
         raise ValueError(
             f"freeze_rows got bools of shape {array.shape} for a table of shape {shape}; "
-            "it wants one for each row"
+            "it wants one for each row. Of a HostTable type lambda rows: frozen[rows]"
         )
 
 
 def _without_frozen(grad: jax.Array | IndexedSlices, bits: Frozen) -> PyTree:
     _check(bits, grad.shape)
+    instead = "give bools for each row of the array, frozen together with all it holds: "
+    instead += "frozen(jnp.arange(V)).reshape(-1, per).all(1)"
+    check_by_row("freeze_rows", bits, grad, instead)
     return only_rows(grad, _free(bits), 0.0)
 
 

@@ -122,6 +122,8 @@ class _Lifted:
         touched, tree = flatten(grads, is_leaf=is_leaf)
         rows = _Rows(tree, tree.flatten_up_to(params), touched)
         values = [_values(g) if is_slices(g) else g for g in touched]
+        if any(map(is_slices, touched)):
+            extra_args = {**extra_args, "without_numbers": "from_optax"}
         outputs, new_state = self.tx.update(
             tree.unflatten(values), rows.read_state(state), rows.read(params), **extra_args
         )

@@ -18,7 +18,7 @@ from jslices._jax import flatten
 from jslices._place.boundary import filled_like, row_major_tables, split_by
 from jslices._rows import access
 from jslices._rows.sums import widened
-from jslices._slices import Facts, check_slices, is_slices, slices_of
+from jslices._slices import check_slices, is_slices, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine import protocol
 from jslices.optim.engine.arguments import PositiveCount
@@ -244,7 +244,8 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     if placement is not None:
         rows = split_by(param, rows, PartitionSpec(None, *placement.by_rows_and_columns))
         entries = split_by(param, entries, PartitionSpec(None, *placement.by_rows))
-    return slices_of(rows, entries, shape, Facts(placement=placement))
+    facts = example.facts._replace(distinct=False)
+    return slices_of(rows, entries, shape, facts)
 
 
 def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:

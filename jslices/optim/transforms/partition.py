@@ -20,7 +20,7 @@ from jslices._typing import Gradients, Key, Params, PyTree, State, Transformatio
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf, paths_of
 from jslices.optim.engine.transformation import check_fields
-from jslices.optim.transforms.base import as_transformation, stateless
+from jslices.optim.transforms.base import as_transformation, renumbering, stateless
 
 #: ``call(tx, share, state) -> (result, state)``, a function of one of the transformations;
 #: ``share`` makes its share of a tree that mirrors the parameters, or of None.
@@ -184,7 +184,12 @@ class _ByLabel:
             functools.partial(self._step, "apply"),
             self.plan,
             self.peek if late and all(tx.peeks for tx in late) else None,
+            of_rows=renumbering(self._of_rows, *self.transforms.values()),
         )
+
+    def _of_rows(self, *transforms: GradientTransformation) -> GradientTransformation:
+        by_label = dict(zip(self.transforms, transforms, strict=True))
+        return dataclasses.replace(self, transforms=by_label).transformation()
 
     def init(self, params: Params) -> State:
         if flatten(params, is_leaf=is_leaf)[0]:

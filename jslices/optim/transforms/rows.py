@@ -75,6 +75,8 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
             f"{type(slices).__name__}; in a tree mask the leaf of each table: "
             '{**grads, "table": mask_rows(grads["table"], keep)}'
         )
+    if is_slices(slices):
+        check_by_row("mask_rows", keep, slices, "give bools for each entry, keep(ids)")
     return only_rows(as_leaf(slices), keep, 0.0)
 
 
@@ -98,6 +100,17 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     values = access.where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
     return jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
+
+
+def check_by_row(caller: str, by_row: Any, x: Leaf, instead: str) -> None:
+    """Refuse a function of row numbers where these are not those of the user's table."""
+    per, axes = (x.facts.packed, 1) if is_slices(x) else (1, x.ndim - 1)
+    if callable(by_row) and (per > 1 or axes > 1):
+        packed = f"hold {per} each of those looked up, packed.reshape(V, D)[ids]"
+        raise ValueError(
+            f"{caller} got a function of row numbers for an array of shape {x.shape}, whose "
+            f"rows {packed if per > 1 else f'may be numbered by {axes} axes'}; {instead}"
+        )
 
 
 def _allowed(keep: Keep, indices: jax.Array, sizes: tuple[int, ...] | None) -> jax.Array:

@@ -10,8 +10,9 @@ from jslices._rows.access import canonical_indices, per_row
 from jslices._slices import IndexedSlices, check_slices
 from jslices._typing import Gradients, Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.protocol import GradientTransformation, StateOfRows
 from jslices.optim.transforms.base import map_with_prefix, stateless
+from jslices.optim.transforms.rows import check_by_row
 
 
 @combinator
@@ -71,10 +72,15 @@ def scale(factors: PyTree) -> GradientTransformation:
     def update(grads: Gradients) -> Any:
         return map_with_prefix("scale(factors=...)", factors, _scaled, grads)
 
-    return stateless(update)
+    def of_rows(rows: StateOfRows) -> GradientTransformation:
+        return scale(jax.tree.map(rows.renumbered, factors))
+
+    any_by_row = any(map(callable, jax.tree.leaves(factors)))
+    return stateless(update, of_rows=of_rows if any_by_row else None)
 
 
 def _scaled(update: Leaf, factor: Any) -> Any:
+    check_by_row("scale", factor, update, "keep groups of rows in tables of their own")
     if isinstance(update, IndexedSlices):
         check_slices(update)
     elif callable(factor) and not update.ndim:
