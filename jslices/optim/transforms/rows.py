@@ -107,9 +107,10 @@ def check_by_row(caller: str, by_row: Any, x: Leaf, instead: str) -> None:
     per, axes = (x.facts.packed, 1) if is_slices(x) else (1, x.ndim - 1)
     if callable(by_row) and (per > 1 or axes > 1):
         packed = f"hold {per} each of those looked up, packed.reshape(V, D)[ids]"
+        why = packed if per > 1 else f"may be numbered by {axes} axes"
         raise ValueError(
-            f"{caller} got a function of row numbers for an array of shape {x.shape}, whose "
-            f"rows {packed if per > 1 else f'may be numbered by {axes} axes'}; {instead}"
+            f"{caller} got a function of row numbers for an array of shape {x.shape}: its "
+            f"rows {why}; {instead}"
         )
 
 
