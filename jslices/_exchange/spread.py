@@ -27,7 +27,8 @@ def spread_ids(
     the number of devices, so that a checkpoint can be restored on another.
 
     Look up ``table[js.spread_ids(ids, V)]`` wherever you would ``table[ids]``. The table in
-    the order of ids is ``table[js.spread_ids(jnp.arange(V), V)]``.
+    the order of ids is ``table[js.spread_ids(jnp.arange(V), V)]``. What goes by row numbers
+    (``freeze_rows``, ``scale``) gets rows of the table, whose ids ``inverse`` tells.
 
     Args:
       ids: ``[...]`` integers, NumPy's or JAX's, under ``jit`` and ``vmap`` too. Ids outside

@@ -28,7 +28,7 @@ class Facts(NamedTuple):
         Reading or writing rows of the array then needs nothing from other devices.
       packed: how many of the rows that were looked up a row of the array holds.
 
-    Slices keep both wherever JAX takes them apart and puts them together. They
+    Slices keep these two wherever JAX takes them apart and puts them together. They
     forget that they are distinct: a ``tree.map`` over ``values`` and ``indices`` may give
     other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
     """
