@@ -128,10 +128,10 @@ class GradientTransformation:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
         @functools.wraps(part)
-        def run(x: PyTree, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
+        def run(grads: PyTree, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
             if isinstance(state, StateOfRows):
                 step = getattr(self.of_rows(state), name)
-                result = step(x, state.state, *args, **extra_args)
+                result = step(grads, state.state, *args, **extra_args)
                 if name == "peek":
                     return result
                 return result[0], dataclasses.replace(state, state=result[1])
@@ -142,9 +142,9 @@ class GradientTransformation:
                     "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
                 )
             if check is not None:
-                check(x, state, extra_args.get("peeked"))
+                check(grads, state, extra_args.get("peeked"))
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
-            return part(x, state, *args, **named)
+            return part(grads, state, *args, **named)
 
         return run
 
