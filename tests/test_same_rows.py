@@ -81,13 +81,15 @@ def plain(name):
     return np.asarray(train(BY_ROW[name]))
 
 
-def on_a_host(make):
+def on_a_host(make, by_exact_step=False):
     tx = make(lambda f: f)
     table = js.HostTable((V, D), tx, init=lambda ids: START[ids])
 
     @fast_jit
     def step(rows, places):
         array, state = rows.unpack()
+        if by_exact_step:
+            return rows.pack(*js.optim.exact_step(loss, tx)(array, state, places)[:2])
         grads = js.grad(loss)(array, places)
         return rows.pack(*tx.apply(grads, state, array))
 
@@ -157,6 +159,7 @@ def layers(make):
 
 SAME = {
     "host table": on_a_host,
+    "exact_step there": functools.partial(on_a_host, by_exact_step=True),
     "exchange": in_exchange,
     "spread ids": spread,
     "stacked tables": stacked,
@@ -172,7 +175,11 @@ SAME = {
 
 QUICK = ("host table", "freeze_rows, exact"), ("host table", "scale")
 QUICK += ("host table", "clip_by_block_rms"), ("host table", "in a partition")
-QUICK += ("exchange", "freeze_rows"), ("resize_rows", "freeze_rows, exact")
+QUICK += (
+    ("exact_step there", "freeze_rows, exact"),
+    ("exchange", "freeze_rows"),
+    ("resize_rows", "freeze_rows, exact"),
+)
 QUICK += ("spread ids", "scale"), ("layers", "scale before"), ("views", "masked")
 CASES = [(way, name) for way in SAME for name in BY_ROW]
 #: The clocks of rows that two axes number want bools: below.

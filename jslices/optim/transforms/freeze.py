@@ -66,7 +66,8 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     Raises:
       TypeError: for the state of an optimizer that is not exact, and for anything but
         bools.
-      ValueError: for bools of another length than the table, or another structure.
+      ValueError: for bools of another length than the table, or another structure; for a
+        function as :func:`scale`.
 
     Cost: reads K bools and writes ``K * D`` elements for row gradients; one pass over
     ``V * D`` elements, which XLA joins with those of the step, for arrays.

@@ -57,7 +57,7 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
     Raises:
       TypeError: for a tree of gradients, if ``keep`` is not bool, or if a foreign
         ``tree.map`` has changed the indices.
-      ValueError: if ``keep`` has another length.
+      ValueError: if ``keep`` has another length, or is a function where rows are packed.
 
     Cost: reads and writes ``K * D`` elements, and reads K bools.
 
