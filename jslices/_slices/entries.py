@@ -45,8 +45,7 @@ class _Static(NamedTuple):
     """The static part of slices as a pytree."""
 
     dense_shape: tuple[int, ...] | None
-    placement: Placement | None = None
-    packed: int = 1
+    facts: Facts = NO_FACTS
 
 
 class Entries:
@@ -122,7 +121,7 @@ class Entries:
         return self._children()
 
     def _children(self) -> tuple[tuple[Any, Any], _Static]:
-        static = _Static(self.dense_shape, *self.facts[1:])
+        static = _Static(self.dense_shape, self.facts._replace(distinct=False))
         numbers = self._indices if self._leaf is None else self._leaf
         return (self.values, self._remember(_leaf=sealed(numbers))), static
 
@@ -132,9 +131,7 @@ class Entries:
     ) -> Self:
         # JAX unflattens with placeholders, too, so nothing is checked here. A shape alone
         # is enough: slices with the axes of a batch are made like that.
-        if not isinstance(static, _Static):
-            static = _Static(static)
-        shape, facts = static.dense_shape, Facts(False, *static[1:])
+        shape, facts = static if isinstance(static, _Static) else _Static(static)
         values, leaf = children
         if shape and getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim > 1:
             row = np.shape(values)[leaf.ndim - 1 :]
