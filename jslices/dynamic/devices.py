@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from jslices import Exchange, InvalidArgumentError
 from jslices.dynamic.ids import NOBODY, WideIds
@@ -47,7 +48,8 @@ def split_of(array: jax.Array, exchange: Exchange | None) -> Split | None:
     if exchange is None and axes is None:
         return None
     exchange = exchange or Exchange(axes)
-    split = Split(mesh, exchange.axes, exchange)
+    auto = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    split = Split(auto, exchange.axes, exchange)
     unknown = [axis for axis in split.axes if axis not in mesh.axis_names]
     if unknown or array.shape[0] % (8 * split.parts):
         raise InvalidArgumentError(
@@ -104,8 +106,8 @@ def on_each_part(
         return part, rows, jax.tree.map(as_long, changes)
 
     def as_long(x: jax.Array) -> jax.Array:
-        beyond = [(0, each * parts - n) for n in x.shape]
-        return jnp.pad(x, beyond, constant_values=jnp.iinfo(x.dtype).max)
+        none = x.dtype.type(jnp.iinfo(x.dtype).max)
+        return lax.pad(x, none, [(0, each * parts - n, 0) for n in x.shape])
 
     def local(part: M, ids: WideIds) -> Any:
         number = lax.axis_index(split.axes)
@@ -127,14 +129,14 @@ def on_each_part(
         summed = lambda x: x if x.ndim else lax.psum(x, split.axes)  # noqa: E731
         return part, rows, jax.tree.map(summed, changes)
 
-    specs = split.specs(whole)
-    batch = jax.P(split.axes)
-    changes = jax.eval_shape(lambda m, i: run(m, 0, i)[2], whole, ids)
-    part, rows, changes = jax.shard_map(
+    specs, batch = split.specs(whole), jax.P(split.axes)
+    changes = split.specs(jax.eval_shape(lambda whole, ids: run(whole, 0, ids)[2], whole, ids))
+    everywhere = jax.shard_map(
         local,
         mesh=split.mesh,
         in_specs=(specs, batch),
-        out_specs=(specs, batch, split.specs(changes)),
-        check_vma=False,  # axes along which nothing is split repeat everything
-    )(whole, ids)
+        out_specs=(specs, batch, changes),
+        check_vma=False,  # along other axes every device does the same
+    )
+    part, rows, changes = everywhere(whole, ids)
     return part, rows[:count], changes

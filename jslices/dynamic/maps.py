@@ -14,7 +14,7 @@ from jslices import Exchange, FailedPreconditionError, InvalidArgumentError
 from jslices.dynamic.buckets import COUNTERS, NO_ROW, WAYS, Part, buckets_of, hashed_for
 from jslices.dynamic.devices import on_each_part, split_of
 from jslices.dynamic.ids import NOBODY, WORD, WideIds, is_padding
-from jslices.extend import OneOf
+from jslices.extend import OneOf, on_any_mesh
 
 Policy = Literal["lru", "lfu", "tinylfu", "never"]
 
@@ -199,21 +199,25 @@ class IdMap:
         self, call: Any, caller: str, ids: Any, exchange: Exchange | None
     ) -> tuple["IdMap", jax.Array, jax.Array, Any]:
         """A method of :class:`Part`, wherever the buckets are."""
-        ids = _checked(caller, ids)
-        shape = ids.low.shape
-        flat = WideIds(*(x.reshape(-1) for x in ids))
-        split = split_of(self.low, exchange)
-        if split is None:
-            new, rows, changes = call(Part(self, 0, 1), flat)
-        else:
-            new, rows, changes = on_each_part(
-                lambda part, number, ids: call(Part(part, number, split.parts), ids),
-                lambda part, ids: Part(part, 0, split.parts).owner(ids),
-                *(self, flat, split),
-            )
-        found = rows >= 0
-        rows = jnp.where(found, rows, self._shared_rows(flat))
-        return new, rows.reshape(shape), found.reshape(shape), changes
+        ids, split = _checked(caller, ids), split_of(self.low, exchange)
+
+        @on_any_mesh(_types)
+        def run(whole: IdMap, ids: WideIds) -> Any:
+            flat = WideIds(*(x.reshape(-1) for x in ids))
+            if split is None:
+                new, rows, changes = call(Part(whole, 0, 1), flat)
+            else:
+                new, rows, changes = on_each_part(
+                    lambda part, number, ids: call(Part(part, number, split.parts), ids),
+                    lambda part, ids: Part(part, 0, split.parts).owner(ids),
+                    *(whole, flat, split),
+                )
+            found = rows >= 0
+            rows = jnp.where(found, rows, whole._shared_rows(flat))
+            return new, *(x.reshape(ids.low.shape) for x in (rows, found)), changes
+
+        result: tuple[IdMap, jax.Array, jax.Array, Any] = run(self, ids)
+        return result
 
     def _shared_rows(self, ids: WideIds) -> jax.Array:
         """Rows for ids that own none: the first for padding."""
@@ -322,6 +326,14 @@ def id_map(
         jnp.zeros((), jnp.int32),
         *(name, policy, shared, after, expire, half_life),
     )
+
+
+def _types(whole: IdMap, ids: WideIds) -> Any:
+    """Of results on Explicit axes: rows are where the ids are, changes where the map is."""
+    of_map, of_ids = (jax.typeof(x.low).sharding for x in (whole, ids))
+    if of_ids.mesh.empty:  # on one device, as everything that does not say where
+        of_ids = jax.NamedSharding(of_map.mesh, jax.P())
+    return of_map, of_ids, of_ids, of_map
 
 
 def _refuse(refused: jax.Array) -> None:
