@@ -21,7 +21,9 @@ from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operato
 # Bags of ids in any of the forms that `embedding_lookup_sparse` takes.
 from jslices._lookup.bags import as_bags as as_bags
 
-# Lets a function that is written for one device take arrays on Explicit axes.
+# Lets a function that is written for one device take arrays on Explicit axes, and the types
+# of its results there where these are split as the first argument is.
+from jslices._place.boundary import like_first as like_first
 from jslices._place.boundary import on_any_mesh as on_any_mesh
 
 # What an index out of range means, and in which dtype: for tables and sums of their own.
@@ -78,6 +80,7 @@ __all__ = [
     "index_dtype",
     "install_command",
     "key_bits",
+    "like_first",
     "on_any_mesh",
     "opened",
     "refuse_bad_ids",

@@ -12,7 +12,15 @@ from jax.typing import ArrayLike
 from jslices import GradientTransformation, IndexedSlices, is_slices, row_major
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
 from jslices.checkpoint.trees import brief, listed, matching, named_leaves
-from jslices.extend import Params, PyTree, State, as_transformation, canonical_indices
+from jslices.extend import (
+    Params,
+    PyTree,
+    State,
+    as_transformation,
+    canonical_indices,
+    like_first,
+    on_any_mesh,
+)
 
 
 class _Source(NamedTuple):
@@ -168,7 +176,8 @@ def reset_rows(
     )
     is_bare = jax.tree_util.treedef_is_leaf(structure)
     new = dict(zip(names, leaves, strict=True))
-    old_state, tree = _by_name(state), jax.tree.structure(state, is_leaf=is_slices)
+    old_state = _by_name(state)
+    tree: Any = jax.tree.structure(state, is_leaf=is_slices)
     begun = _by_name(jax.jit(tx.init)(begin))
     _check_names("state", old_state, begun, "tx.init(params) has", "reset_rows")
 
@@ -179,14 +188,14 @@ def reset_rows(
             return _without_rows(x, numbers[owner])
         height, count = new[owner].shape[0], begins[owner].shape[0]
         if jnp.shape(x)[:1] == (height,) and jnp.shape(start)[:1] == (count,):
-            return row_major(x).at[numbers[owner]].set(start, mode="drop")
+            return _with_rows(x, numbers[owner], start)
         return x
 
     state = tree.unflatten(
         changed(name, x, begun[name], _owner(name, new, is_bare))
         for name, x in old_state.items()
     )
-    new |= {n: row_major(new[n]).at[i].set(begins[n], mode="drop") for n, i in numbers.items()}
+    new |= {n: _with_rows(new[n], i, begins[n]) for n, i in numbers.items()}
     params = structure.unflatten(new.values())
     ids = structure.unflatten(numbers.get(name) for name in names)
     return params, _up_to_date(tx, params, state, ids)
@@ -226,6 +235,12 @@ def _row_values(name: str, rows: Any, values: Any, table: Any) -> tuple[Any, Any
     return canonical_indices(numbers, shape[0]), start
 
 
+@on_any_mesh(like_first)
+def _with_rows(x: Any, rows: Any, start: Any) -> jax.Array:
+    return row_major(jnp.asarray(x)).at[rows].set(start, mode="drop")  # type: ignore[no-any-return]
+
+
+@on_any_mesh(like_first)
 def _without_rows(waiting: IndexedSlices, rows: Any) -> IndexedSlices:
     """Slices without some rows, whose entries become empty."""
     gone = jnp.isin(waiting.indices, rows)

@@ -164,7 +164,9 @@ class Part(NamedTuple):
         worth = self._worth(last, hits, bucket, step)
         way = jnp.argmin(worth, 1).astype(jnp.int32)
         least = jnp.min(worth, 1)
-        most = {"never": 1, "tinylfu": jnp.maximum(sighted, 1)}.get(self.map.policy, TAKEN)
+        most: Any = {"never": 1, "tinylfu": jnp.maximum(sighted, 1)}.get(
+            self.map.policy, TAKEN
+        )
         may = wanted & (place == size) & (least < most)
         claimed = bucket * WAYS + way
         # Who is first in each cell of a small array; the more cells, the fewer try again.
@@ -186,8 +188,10 @@ class Part(NamedTuple):
             hits = hits.at[to].set(0, mode="drop")
             hits = hits.at[jnp.where(mine, claimed, size)].add(1, mode="drop")
         return _Claims(
-            *(x.at[to].set(y, mode="drop") for x, y in zip((low, high), ids, strict=True)),
-            *(last.at[to].set(step, mode="drop"), hits),
+            low=low.at[to].set(ids.low, mode="drop"),
+            high=high.at[to].set(ids.high, mode="drop"),
+            last=last.at[to].set(step, mode="drop"),
+            hits=hits,
             place=jnp.where(mine, claimed, place),
             fresh=fresh | first,
             evicted=WideIds(

@@ -44,10 +44,11 @@ def split_of(array: jax.Array, exchange: Exchange | None) -> Split | None:
         )
     if not on_mesh:
         return None
-    axes = sharding.spec[0] if exchange is None and sharding.spec else None
-    if exchange is None and axes is None:
-        return None
-    exchange = exchange or Exchange(axes)
+    if exchange is None:
+        axes = sharding.spec[0] if sharding.spec else None
+        if axes is None:
+            return None
+        exchange = Exchange(axes)
     auto = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
     split = Split(auto, exchange.axes, exchange)
     unknown = [axis for axis in split.axes if axis not in mesh.axis_names]
@@ -130,7 +131,9 @@ def on_each_part(
         return part, rows, jax.tree.map(summed, changes)
 
     specs, batch = split.specs(whole), jax.P(split.axes)
-    changes = split.specs(jax.eval_shape(lambda whole, ids: run(whole, 0, ids)[2], whole, ids))
+    changes = split.specs(
+        jax.eval_shape(lambda whole, ids: run(whole, 0, ids)[2], whole, ids)
+    )
     everywhere = jax.shard_map(
         local,
         mesh=split.mesh,

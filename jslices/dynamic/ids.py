@@ -19,8 +19,8 @@ class WideIds(NamedTuple):
     :func:`wide_ids` makes them. Both words of padding are ``2**32 - 1``.
     """
 
-    low: jax.Array  #: uint32 ``[*K]``
-    high: jax.Array  #: uint32 ``[*K]``
+    low: Any  #: uint32 ``[*K]``, of JAX, or of NumPy before they are passed to a step
+    high: Any  #: uint32 ``[*K]``
 
     def to_int64(self) -> np.ndarray:
         """The ids, int64 ``[*K]``, -1 for padding; ``.view("uint64")`` for unsigned ones.

@@ -302,9 +302,8 @@ def id_map(
     a set-associative cache; TinyLFU by Einziger, Friedman and Manes (2017).
     """
     OneOf("lru", "lfu", "tinylfu", "never").check("id_map", "policy", policy)
-    given = {"num_rows": num_rows, "after": after, "shared": shared, "devices": devices}
-    given |= {"expire": expire, "half_life": half_life}
-    for argument, x in given.items():
+    numbers = {"num_rows": num_rows, "after": after, "shared": shared, "devices": devices}
+    for argument, x in (numbers | {"expire": expire, "half_life": half_life}).items():  # type: ignore[operator]
         if x is not None and operator.index(x) < 1:
             raise InvalidArgumentError(f"id_map({argument}={x}): it must be at least 1")
     buckets = -(-num_rows // (WAYS * devices)) * devices
@@ -320,11 +319,18 @@ def id_map(
 
     zero = np.int32(0)
     return IdMap(
-        *(full(size, NOBODY), full(size, NOBODY), full(size, zero)),
-        full(size if policy in ("lfu", "tinylfu") else 0, zero),
-        full(buckets * COUNTERS if counts else 0, zero),
-        jnp.zeros((), jnp.int32),
-        *(name, policy, shared, after, expire, half_life),
+        low=full(size, NOBODY),
+        high=full(size, NOBODY),
+        last=full(size, zero),
+        hits=full(size if policy in ("lfu", "tinylfu") else 0, zero),
+        sightings=full(buckets * COUNTERS if counts else 0, zero),
+        step=jnp.zeros((), jnp.int32),
+        name=name,
+        policy=policy,
+        shared=shared,
+        after=after,
+        expire=expire,
+        half_life=half_life,
     )
 
 
