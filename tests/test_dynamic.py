@@ -433,9 +433,7 @@ def test_split_over_devices_it_is_the_same_map(kind, plan):
         *split, value_too, out_too = on_mesh(*split, *placed)
         np.testing.assert_allclose(value, value_too, rtol=1e-5)
         np.testing.assert_array_equal(out.rows, out_too.rows)
-        fresh = [
-            x[x < NO_ROW].tolist() for x in map(np.asarray, (out.fresh, out_too.fresh))
-        ]
+        fresh = [np.sort(x)[:128].tolist() for x in (out.fresh, out_too.fresh)]
         assert fresh[0] == fresh[1] and int(out.refused) == int(out_too.refused)
     jax.tree.map(np.testing.assert_array_equal, whole[0], split[0])
     np.testing.assert_allclose(whole[1]["table"], split[1]["table"], atol=1e-6)
