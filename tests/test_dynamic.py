@@ -219,9 +219,8 @@ def test_reset_refuses_what_it_cannot_place():
     with pytest.raises(ValueError, match="None"):
         reset({"table": jnp.array([1]), "w": None}, {"table": None, "w": None})
     with pytest.raises(ValueError, match=r"reset_rows: state must hold the arrays"):
-        js.checkpoint.reset_rows(
-            js.sgd(0.1), params, state, *({"table": None, "w": None},) * 2
-        )
+        rows, values = {"table": jnp.array([1]), "w": None}, {"table": 0.0, "w": None}
+        js.checkpoint.reset_rows(js.sgd(0.1), params, state, rows, values)
 
 
 # --- ids ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Resizing tables, and beginning rows anew, with the state of their optimizer."""
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, IndexedSlices, is_slices, row_major
@@ -163,40 +165,59 @@ def reset_rows(
     """
     tx = as_transformation("reset_rows", tx)
     names, leaves, structure = named_leaves(params)
-    numbers, begins = {}, {}
+    numbers, begins, named = {}, {}, []
     rows, values = (
         dict(zip(names, _mirrored(what, tree, structure), strict=True))
         for what, tree in (("rows", rows), ("values", values))
     )
     for name, table in zip(names, leaves, strict=True):
         if rows[name] is not None:
-            numbers[name], begins[name] = _row_values(name, rows[name], values[name], table)
-    begin = structure.unflatten(
-        begins.get(name, x) for name, x in zip(names, leaves, strict=True)
+            entries = _row_values(name, rows[name], values[name], table)
+            numbers[name], begins[name] = entries
+            named.append(jnp.any(numbers[name] < len(table)))
+    if not numbers:
+        return params, state
+    begin = functools.partial(_begun, tx, numbers, begins)
+    if_any = lambda *old: lax.cond(  # noqa: E731
+        functools.reduce(jnp.logical_or, named), begin, lambda *old: old, *old
     )
-    is_bare = jax.tree_util.treedef_is_leaf(structure)
-    new = dict(zip(names, leaves, strict=True))
-    old_state = _by_name(state)
-    tree: Any = jax.tree.structure(state, is_leaf=is_slices)
-    begun = _by_name(jax.jit(tx.init)(begin))
-    _check_names("state", old_state, begun, "tx.init(params) has", "reset_rows")
+    # But for a CPU it takes longer to wait for the answer than to write nothing.
+    result: tuple[Params, State] = lax.platform_dependent(
+        params, state, cpu=if_any, default=begin
+    )
+    return result
 
-    def changed(name: str, x: Any, start: Any, owner: str) -> Any:
+
+def _begun(
+    tx: GradientTransformation,
+    numbers: dict[str, Any],
+    begins: dict[str, Any],
+    params: Params,
+    state: State,
+) -> tuple[Params, State]:
+    """Parameters and state with rows ``[n]`` of some tables as they begin, ``[n, *D]``."""
+    names, leaves, structure = named_leaves(params)
+    tables = dict(zip(names, leaves, strict=True))
+    begin = structure.unflatten((tables | begins).values())
+    is_bare = jax.tree_util.treedef_is_leaf(structure)
+    old, begun = _by_name(state), _by_name(jax.jit(tx.init)(begin))
+    _check_names("state", old, begun, "tx.init(params) has", "reset_rows")
+
+    def changed(name: str, x: Any, start: Any) -> Any:
+        owner = _owner(name, tables, is_bare)
         if owner not in numbers:
             return x
         if is_slices(x):
             return _without_rows(x, numbers[owner])
-        height, count = new[owner].shape[0], begins[owner].shape[0]
-        if jnp.shape(x)[:1] == (height,) and jnp.shape(start)[:1] == (count,):
-            return _with_rows(x, numbers[owner], start)
-        return x
+        heights = tables[owner].shape[:1], begins[owner].shape[:1]
+        if (jnp.shape(x)[:1], jnp.shape(start)[:1]) != heights:
+            return x
+        return _with_rows(x, numbers[owner], start)
 
-    state = tree.unflatten(
-        changed(name, x, begun[name], _owner(name, new, is_bare))
-        for name, x in old_state.items()
-    )
-    new |= {n: _with_rows(new[n], i, begins[n]) for n, i in numbers.items()}
-    params = structure.unflatten(new.values())
+    tree: Any = jax.tree.structure(state, is_leaf=is_slices)
+    state = tree.unflatten(changed(name, x, begun[name]) for name, x in old.items())
+    changes = {n: _with_rows(tables[n], rows, begins[n]) for n, rows in numbers.items()}
+    params = structure.unflatten((tables | changes).values())
     ids = structure.unflatten(numbers.get(name) for name in names)
     return params, _up_to_date(tx, params, state, ids)
 
