@@ -42,7 +42,11 @@ def picture(axes, ink):
     loss.legend(frameon=False, labelcolor=ink.text, loc="upper right", fontsize=7.5)
     loss.set_ylim(0.58, 0.82)
     loss.set_ylabel("loss")
-    titles = {loss: "A stream of news", in_use: "Rows in use, %", evicted: "Evictions a step"}
+    titles = {
+        loss: "A stream of news",
+        in_use: "Rows in use, %",
+        evicted: "Evictions a step",
+    }
     for part, title in titles.items():
         part.set_title(title, color=ink.text)
         part.set_xlabel("step of 512 ids")
