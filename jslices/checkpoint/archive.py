@@ -8,6 +8,7 @@ variables. A delta also names the checkpoint that it builds on.
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import operator
 import os
@@ -347,6 +348,8 @@ def _newest_family(prefix: str) -> list[str]:
 
 def _open_family(prefix: str) -> list[tuple[TensorFile, Info]]:
     family = _newest_family(prefix)
+    if prefix.endswith(".safetensors.index.json"):
+        return _open_index(prefix)
     first = TensorFile(family[0])
     info = read_info(first)
     if info is None and len(family) > 1:
@@ -355,6 +358,31 @@ def _open_family(prefix: str) -> list[tuple[TensorFile, Info]]:
         return [(first, _info_of_another_tool(first))]
     _check_number(first, info, 0, len(family))
     return [(first, info), *(_open_shard(path, info, family) for path in family[1:])]
+
+
+def _open_index(path: str) -> list[tuple[TensorFile, Info]]:
+    """The files in an index of Hugging Face's, ``{"weight_map": {tensor: file}}``."""
+    with open(path, "rb") as file:
+        try:
+            file_of = json.load(file)["weight_map"]
+            names = sorted({os.path.basename(name) for name in file_of.values()})
+        except (
+            LookupError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:
+            raise DataLossError(f"{path} is no index of safetensors files") from error
+    paths = [os.path.join(os.path.dirname(path), name) for name in names]
+    if missing := [name for name in paths if not os.path.isfile(name)]:
+        raise NotFoundError(f"{path} names files that are not there: {brief(missing)}")
+    opened = [(file, _info_of_another_tool(file)) for file in map(TensorFile, paths)]
+    held = sorted(name for file, _ in opened for name in file.shapes)
+    if not held or sorted(file_of) != held:
+        raise DataLossError(f"{path} does not name the tensors that its files hold")
+    specs = {name: spec for _, info in opened for name, spec in info.specs.items()}
+    return [(file, dataclasses.replace(info, specs=specs)) for file, info in opened]
 
 
 def _open_shard(path: str, first: Info, family: list[str]) -> tuple[TensorFile, Info]:
