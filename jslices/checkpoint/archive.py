@@ -366,20 +366,13 @@ def _open_index(path: str) -> list[tuple[TensorFile, Info]]:
         try:
             file_of = json.load(file)["weight_map"]
             names = sorted({os.path.basename(name) for name in file_of.values()})
-        except (
-            LookupError,
-            AttributeError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:
+        except Exception as error:
             raise DataLossError(f"{path} is no index of safetensors files") from error
     paths = [os.path.join(os.path.dirname(path), name) for name in names]
     if missing := [name for name in paths if not os.path.isfile(name)]:
         raise NotFoundError(f"{path} names files that are not there: {brief(missing)}")
     opened = [(file, _info_of_another_tool(file)) for file in map(TensorFile, paths)]
-    held = sorted(name for file, _ in opened for name in file.shapes)
-    if not held or sorted(file_of) != held:
+    if not names or sorted(file_of) != sorted(x for file, _ in opened for x in file.shapes):
         raise DataLossError(f"{path} does not name the tensors that its files hold")
     specs = {name: spec for _, info in opened for name, spec in info.specs.items()}
     return [(file, dataclasses.replace(info, specs=specs)) for file, info in opened]

@@ -97,6 +97,18 @@ def import_state(
             f"import_state(tx, params, slots, count): tx is {type(tx).__name__}, wanted an "
             "optimizer"
         )
+    old, state, assigned = _assigned(tx, params, slots, count)
+    leaves, structure = jax.tree.flatten(state)
+    for number, x in assigned.items():
+        # The old array goes as its slot comes: the state is not there three times.
+        leaves[number], old[number] = state_walk.placed(x, old[number]), None
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _assigned(
+    tx: GradientTransformation, params: Params, slots: PyTree, count: PyTree
+) -> tuple[list[Any], State, dict[int, Any]]:
+    """The leaves of a new state, the state after ``count`` steps, and slots by leaf."""
     state = tx.init(params)
     walk = state_walk.walk_state(params, state)
     if walk.gathering:
@@ -110,16 +122,13 @@ def import_state(
     slots_of_each = [_checked_slots(x) for x in _flattened_up_to(walk.tree, slots)]
     counts = _counts_of_states(walk, params, slots_of_each, count, problems)
     of_each = zip(walk.labels, walk.arrays, slots_of_each, strict=True)
-    assigned: dict[int, jax.Array] = {}
+    assigned: dict[int, Any] = {}
     for label, arrays, its_slots in of_each:
         assigned |= _assign(label, arrays, its_slots, problems)
     if problems:
         raise ValueError(f"import_state: {listed(problems)}")
-    state = state_walk.after_empty_steps(tx, params, state, counts)
-    leaves, structure = jax.tree.flatten(state)
-    for number, array in assigned.items():
-        leaves[number] = array
-    return jax.tree.unflatten(structure, leaves)
+    after = state_walk.after_empty_steps(tx, params, state, counts, assigned)
+    return jax.tree.leaves(state), after, assigned
 
 
 def export_state(params: Params, state: State, names: str) -> PyTree:
@@ -325,8 +334,8 @@ def _checked_slots(slots: Slots | None) -> Slots:
 
 def _assign(
     label: str, arrays: Sequence[state_walk.StateArray], slots: Slots, problems: list[str]
-) -> dict[int, jax.Array]:
-    """The slots of one parameter as state arrays, by their numbers; appends problems."""
+) -> dict[int, Any]:
+    """The slots of one parameter by the numbers of state arrays; appends problems."""
     if not slots:
         return {}
     rest = {name: _as_array(x) for name, x in slots.items() if name != "step"}
@@ -340,7 +349,7 @@ def _assign(
             if problem:
                 problems.append(problem)
             else:
-                assigned[array.number] = state_walk.placed(x, array.value)
+                assigned[array.number] = x
         else:
             received = " and ".join(names) or ", ".join(slots) or "nothing"
             problems.append(
