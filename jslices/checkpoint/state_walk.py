@@ -114,8 +114,7 @@ def after_empty_steps(
     """
     nothing: Any = jax.tree.map(lambda _: None, params)
     if nothing is None and params is not None:  # a single array, whose None is refused
-        values = jnp.zeros((0, *params.shape[1:]), params.dtype)
-        nothing = IndexedSlices(values, jnp.zeros(0, jnp.int32), params.shape)
+        nothing = IndexedSlices(params[:0], np.zeros(0, np.int32), params.shape)
     has_flush = isinstance(tx, GradientTransformation)
 
     @jax.jit
@@ -124,10 +123,8 @@ def after_empty_steps(
             0, count, lambda _, now: tx.update(nothing, now, params)[1], state
         )
         state = tx.flush(params, state)[1] if has_flush else state
-        numbers = itertools.count()
-        return jax.tree.map(
-            lambda x: jnp.zeros(()) if next(numbers) in replaced else x, state
-        )
+        numbers, zero = itertools.count(), jnp.zeros(())
+        return jax.tree.map(lambda x: zero if next(numbers) in replaced else x, state)
 
     # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
     try:

@@ -22,7 +22,7 @@ from jslices import DataLossError, NotFoundError
 from jslices.checkpoint.files import Path, replacing
 
 _SIZES = re.compile(rb"\s*(\d{1,12})\s+([1-9]\d{0,5})\s*")
-#: Bytes of a line of text and of a word: in a file of another kind one may be all of it.
+#: Bytes of a line of text, and of a word: in another file either may never end.
 _LONGEST = 1 << 20
 _FORMS = ("word2vec", "word2vec_binary", "glove")
 #: What other files begin with.
@@ -62,9 +62,8 @@ def load_word_vectors(
       NotFoundError: if there is no such file.
       ValueError: for a limit below 1.
       TypeError: for a vocabulary that is one string.
-      DataLossError: if it is none of these forms, does not hold as many rows as it says, or
-        a line is not a word and as many numbers as the others have; names the file and the
-        line.
+      DataLossError: if it is none of these forms, holds more rows or fewer than it says, or
+        a line has another number of columns; names the file and the line.
 
     Cost: one pass over the file, text at about 20 MB a second. No more memory than for the
     words and vectors that are returned.
@@ -93,7 +92,14 @@ def load_word_vectors(
         with open(path, "rb") as stored:
             is_packed = stored.peek(2)[:2] == b"\x1f\x8b"
             file: _File = gzip.GzipFile(fileobj=stored) if is_packed else stored
-            dim, total, rows = _open_rows(file, path)
+            first = file.readline(_LONGEST).removeprefix(codecs.BOM_UTF8)
+            begin, sizes = file.tell(), _SIZES.fullmatch(first)
+            total, dim = map(int, sizes.groups()) if sizes else (0, len(first.split()) - 1)
+            if sizes and not _is_text(file.read(_LONGEST), dim):
+                rows = _binary_rows(file, path, total, dim)
+            else:
+                rows = _rows_of_text(file, path, [] if sizes else [first], max(dim, 0))
+            file.seek(begin)
             for word, numbers in itertools.islice(rows, limit):
                 count += 1
                 text = word.decode(errors="replace")
@@ -104,7 +110,7 @@ def load_word_vectors(
         raise NotFoundError(f"{path}: no such file") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataLossError(f"{path} cannot be decompressed: {error}") from error
-    if total is not None and count != min(total, limit or total):
+    if sizes and count != min(total, limit or total):
         raise DataLossError(f"{path} holds {count:,} rows, not {total:,}")
     vectors = np.frombuffer(data, "<f4").reshape(len(words), dim)
     return WordVectors(words, vectors.astype(np.float32, copy=False))
@@ -169,23 +175,6 @@ _File = io.BufferedReader | gzip.GzipFile
 _Row = tuple[bytes, memoryview]
 
 
-def _open_rows(file: _File, path: str) -> tuple[int, int | None, Iterator[_Row]]:
-    """D, the number of rows if the first line has it, and the rows."""
-    first = file.readline(_LONGEST).removeprefix(codecs.BOM_UTF8)
-    lines = enumerate(iter(lambda: file.readline(_LONGEST), b""), 2)
-    sizes = _SIZES.fullmatch(first)
-    if sizes is None:
-        dim = max(len(first.split()) - 1, 0)
-        return dim, None, _rows_of_text(itertools.chain([(1, first)], lines), path, dim)
-    total, dim = map(int, sizes.groups())
-    begin = file.tell()
-    is_text = _is_text(file.read(_LONGEST), dim)
-    file.seek(begin)
-    if is_text:
-        return dim, total, _rows_of_text(lines, path, dim)
-    return dim, total, _binary_rows(file, path, total, dim)
-
-
 def _are_numbers(fields: list[bytes]) -> bool:
     try:
         return np.array(fields, np.float32).size > 0
@@ -194,11 +183,7 @@ def _are_numbers(fields: list[bytes]) -> bool:
 
 
 def _is_text(start: bytes, dim: int) -> bool:
-    """True if a line of D numbers comes first, or bytes that are all printable.
-
-    The second finds lines of other lengths, and what is not a number. It is true of one in
-    millions of binary rows.
-    """
+    """True if D numbers follow a word, or bytes that can be printed, numbers or not."""
     fields = start.split(b"\n", 1)[0].split()[1:]
     if len(fields) == dim and _are_numbers(fields):
         return True
@@ -206,21 +191,18 @@ def _is_text(start: bytes, dim: int) -> bool:
     return not numbers.translate(None, string.printable.encode())
 
 
-def _rows_of_text(
-    lines: Iterator[tuple[int, bytes]], path: str, dim: int
-) -> Iterator[_Row]:
-    for number, line in lines:
+def _rows_of_text(file: _File, path: str, first: list[bytes], dim: int) -> Iterator[_Row]:
+    lines = itertools.chain(first, iter(lambda: file.readline(_LONGEST), b""))
+    for number, line in enumerate(lines, 2 - len(first)):
         word, *fields = line.rsplit(maxsplit=dim) or [b""]
-        problem = ""
-        if not dim or len(fields) < dim or _are_numbers(word.split()[1:][-1:]):
-            if number > 1 and not line.strip() and not any(x.strip() for _, x in lines):
-                return  # blank lines at the end
-            found = max(len(line.split()) - 1, 0)
-            problem = f" has {found:,} numbers, not {dim or 'one or more'}"
         try:
-            row = np.array(fields, "<f4")
+            row, problem = np.array(fields, "<f4"), ""
         except ValueError as error:
-            problem = problem or f": {str(error)[:99]}"
+            problem = f": {str(error)[:99]}"
+        if not dim or len(fields) < dim or _are_numbers(word.split()[1:][-1:]):
+            if number > 1 and not line.strip() and not any(map(bytes.strip, lines)):
+                return  # blank lines at the end
+            problem = f" has {len(line.split()[1:])} numbers, not {dim or 'one or more'}"
         if problem:
             starts = [x for x in _OTHER_FILES if number == 1 and line.startswith(x)]
             kind = "".join(f"; it is {_OTHER_FILES[x]}" for x in starts)
