@@ -93,6 +93,8 @@ COUNTS = {1: "goes on after 1 rows of 2 numbers", 3: "ends in row 2 of 3"}
         (b"4 20" + LINES.replace(b".", b","), "line 2 of .* could not convert .* b'0,5'"),
         (LINES[1:].replace(b"c ", b"\nc "), "line 3 of .* has 0 numbers, not 20"),
         (LINES[1:].replace(b"c ", b"c 0.5 "), "line 3 of .* has 21 numbers, not 20"),
+        (b"4 20" + LINES.replace(b"c ", b"c c "), "line 4 of .* has 21 numbers, not 20"),
+        ("1 3\nя 0,5 1,5 -2,5\n".encode(), "line 2 of .* could not convert .* b'0,5'"),
         *((b"%d 2\n" % rows + BINARY, message) for rows, message in COUNTS.items()),
         (b"2 3\n" + BINARY, "ends in row 1 of 2"),
         (b"2 1\n" + BINARY, "goes on after 2 rows of 1 numbers"),

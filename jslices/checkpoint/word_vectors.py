@@ -4,7 +4,6 @@ All hold a word and D numbers a row, as text or as little-endian float32. word2v
 fastText begin with a line of V and D; GloVe does not, and its words may contain spaces.
 """
 
-import codecs
 import gzip
 import io
 import itertools
@@ -92,7 +91,7 @@ def load_word_vectors(
         with open(path, "rb") as stored:
             is_packed = stored.peek(2)[:2] == b"\x1f\x8b"
             file: _File = gzip.GzipFile(fileobj=stored) if is_packed else stored
-            first = file.readline(_LONGEST).removeprefix(codecs.BOM_UTF8)
+            first = file.readline(_LONGEST).removeprefix(b"\xef\xbb\xbf")  # of UTF-8
             begin, sizes = file.tell(), _SIZES.fullmatch(first)
             total, dim = map(int, sizes.groups()) if sizes else (0, len(first.split()) - 1)
             if sizes and not _is_text(file.read(_LONGEST), dim):
@@ -183,12 +182,13 @@ def _are_numbers(fields: list[bytes]) -> bool:
 
 
 def _is_text(start: bytes, dim: int) -> bool:
-    """True if D numbers follow a word, or bytes that can be printed, numbers or not."""
+    """True if D numbers follow a word, or bytes that can be printed, whatever they are."""
     fields = start.split(b"\n", 1)[0].split()[1:]
-    if len(fields) == dim and _are_numbers(fields):
-        return True
     numbers = start.partition(b" ")[2][: min(max(4 * dim, 24), 40)]
-    return not numbers.translate(None, string.printable.encode())
+    line = numbers.split(b"\n")[0]
+    sample = line if len(line) >= 12 else numbers
+    is_printed = not sample.translate(None, string.printable.encode())
+    return is_printed or (len(fields) == dim and _are_numbers(fields))
 
 
 def _rows_of_text(file: _File, path: str, first: list[bytes], dim: int) -> Iterator[_Row]:
@@ -199,7 +199,8 @@ def _rows_of_text(file: _File, path: str, first: list[bytes], dim: int) -> Itera
             row, problem = np.array(fields, "<f4"), ""
         except ValueError as error:
             problem = f": {str(error)[:99]}"
-        if not dim or len(fields) < dim or _are_numbers(word.split()[1:][-1:]):
+        extra = [x for x in word.split()[1:] if not first or _are_numbers([x])]
+        if not dim or len(fields) < dim or extra:
             if number > 1 and not line.strip() and not any(map(bytes.strip, lines)):
                 return  # blank lines at the end
             problem = f" has {len(line.split()[1:])} numbers, not {dim or 'one or more'}"
