@@ -10,17 +10,35 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
 
+#: The place of an id that is too large.
+BEYOND = np.iinfo(np.int32).max
 
-def numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number distinct rows: their ids int64 ``[n]``, sorted, and each id's number or -1.
 
-    The numbers are int32 ``[K]``.
+def numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Number distinct rows: ``(rows, places, counts)``.
+
+    The rows are int64 ``[n]``, ascending. Places are int32 ``[K]``, where in ``rows`` each
+    id is; a negative id keeps its value, so that it is padding in a step as well. Counts
+    are int32 ``[n]``, how many ids name each row.
     """
-    inside = (ids >= 0) & (ids < num_rows)
-    distinct, inverse = np.unique(ids[inside], return_inverse=True)
-    numbers = np.full(ids.shape, -1, np.int32)
-    numbers[inside] = inverse
-    return distinct.astype(np.int64), numbers
+    inside, negative = (ids >= 0) & (ids < num_rows), ids < 0
+    rows, inverse, counts = np.unique(ids[inside], return_inverse=True, return_counts=True)
+    places = np.full(ids.shape, BEYOND, np.int32)
+    places[negative] = np.maximum(ids[negative].astype(np.int64), -BEYOND)
+    places[inside] = inverse
+    return rows.astype(np.int64), places, counts.astype(np.int32)
+
+
+def checked_rows(call: str, ids: ArrayLike, num_rows: int) -> np.ndarray:
+    """Row numbers int64 ``[n]`` of a call that wants no others."""
+    rows = checked_ids(ids).reshape(-1)
+    wrong = rows[(rows < 0) | (rows >= num_rows)]
+    if len(wrong):
+        raise InvalidArgumentError(
+            f"{call} got row {wrong[0]}, and the table has {num_rows}: give row numbers "
+            f"from 0 to {num_rows - 1}"
+        )
+    return rows.astype(np.int64)
 
 
 def checked_ids(ids: ArrayLike) -> np.ndarray:

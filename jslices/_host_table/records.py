@@ -12,14 +12,12 @@ written, so its length is always the one that its description says.
 """
 
 import contextlib
-import errno
 import io
 import json
 import mmap
 import operator
 import os
 import re
-import shutil
 import stat
 import struct
 import warnings
@@ -32,7 +30,6 @@ from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Field, Layout
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
-from jslices.extend import human_bytes
 
 try:
     import fcntl
@@ -153,13 +150,25 @@ class Records:
         """Let others open the file, if there is one."""
 
 
-def copy_records(source: Records, target: Records) -> None:
-    """Copy records block by block, except rows that began in neither."""
-    for part in row_blocks(source.array.shape, source.array.itemsize):
-        words = source.array[part]
-        if words.any() or target.array[part].any():
-            target.put(part.start, words)
+def copy_records(source: Records, target: Records, rows: np.ndarray | None = None) -> None:
+    """Copy records, or those of some rows in their order, except rows that never began.
+
+    So a file has room for the others alone, but for what is less than a page between two.
+    """
+    gap = max(1, PAGE // (source.array.shape[1] * source.array.itemsize))
+    for part in row_blocks(target.array.shape, target.array.itemsize):
+        words = source.array[part if rows is None else rows[part]]
+        began = words[:, -1] | target.array[part][: len(words), -1]
+        for run in _runs(np.flatnonzero(began), gap):
+            target.put(part.start + run.start, words[run])
     target.set_shared(source.shared)
+
+
+def _runs(rows: np.ndarray, gap: int = 1) -> list[slice]:
+    """Ascending row numbers as slices, with those between two that are so close."""
+    firsts = np.flatnonzero(np.diff(rows, prepend=-1 - gap) > gap)
+    starts, stops = rows[firsts], rows[np.append(firsts, len(rows))[1:] - 1] + 1
+    return [slice(*pair) for pair in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 class Offsets(NamedTuple):
@@ -286,14 +295,10 @@ class FileRecords(Records):
     def reserve(self, rows: np.ndarray) -> None:
         # On a full disk a write through the map ends in SIGBUS, so a call first fills new
         # rows, which may be holes in the file, with zeros.
-        new = rows[self.array[rows, -1] == 0] if len(rows) else rows
-        if not len(new):
-            return
-        starts = np.flatnonzero(np.diff(new, prepend=-2) != 1)
-        lengths = np.diff(starts, append=len(new))
-        zeros = np.zeros((max(lengths), self.form.words), self.form.word)
-        for start, length in zip(new[starts].tolist(), lengths.tolist(), strict=True):
-            self.put(start, zeros[:length])
+        new = rows[self.array[rows, -1] == 0]
+        for run in _runs(new):
+            zeros = np.zeros((run.stop - run.start, self.form.words), self.form.word)
+            self.put(run.start, zeros)
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number
@@ -349,7 +354,6 @@ class FileRecords(Records):
 def make(path: str, form: FileForm) -> FileRecords:
     """Make a file under a temporary name, locked; ``publish`` gives it its own."""
     clean(path)
-    _check_room(path, form.at.size)
     temporary = files.temporary_path(path, files.new_id())
     lock = File(files.open_new(temporary), "r+")
     try:
@@ -441,18 +445,6 @@ def _is_in_memory(file: File) -> bool:
             if fields[2] == f"{os.major(device)}:{os.minor(device)}":
                 return fields[fields.index("-") + 1] == "tmpfs"
     return False
-
-
-def _check_room(path: str, size: int) -> None:
-    """Refuse to begin a file for which the disk has no room, as its pages come later."""
-    free = shutil.disk_usage(os.path.dirname(path)).free
-    if free < size:
-        raise OSError(
-            errno.ENOSPC,
-            f"a HostTable of {human_bytes(size)} has no room on a disk with "
-            f"{human_bytes(free)} left",
-            path,
-        )
 
 
 def _description(layout: Layout, num_rows: int, state: int) -> bytes:

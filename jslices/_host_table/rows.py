@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,13 +28,15 @@ class HostRows:
       shared: the values that the optimizer keeps for all rows together.
       ticket: int32 ``[]``, the number of the call of ``fetch``.
       numbers: uint32 ``[U]``, the numbers of the rows, where they are rounded; else None.
+      counts: int32 ``[U]``, how many ids named each row; 0 for an empty one.
       layout: the layout of a record.
     """
 
-    words: Any  # like the next three of NumPy until they are put on a device
+    words: Any  # like the next four of NumPy until they are put on a device
     shared: tuple[Any, ...]
     ticket: Any
     numbers: Any
+    counts: Any
     layout: Layout = dataclasses.field(metadata={"static": True})
 
     def unpack(self) -> tuple[jax.Array, State]:
@@ -124,10 +127,23 @@ class Stored(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def initial_records(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-    """Records of rows ``[n, *D]`` that were never stepped, and the shared values."""
-    narrow = layout.fields[0].dtype
-    return layout.pack(start, layout.tx.init(start), lambda table: table.astype(narrow))
+def initial_records(
+    layout: Layout, start: jax.Array, shared: Sequence[jax.Array] | None = None
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Records of rows ``[n, *D]`` that were never stepped, and the shared values.
+
+    With the shared values of a table the rows begin there now, and have missed no step.
+    """
+    words, first = layout.pack(start, layout.tx.init(start))
+    if shared is None:
+        return words, first
+    table, state = layout.unpack(words, shared)
+    _, later = layout.tx.flush(table, state)
+
+    def begun(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+        return new if "clock" in jax.tree_util.keystr(path) else old
+
+    return layout.pack(start, jax.tree_util.tree_map_with_path(begun, state, later))
 
 
 @jax.jit

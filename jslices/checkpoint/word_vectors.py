@@ -11,13 +11,17 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import DataLossError, NotFoundError
+from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.files import Path, replacing
+
+if TYPE_CHECKING:
+    from jslices import HostTable
 
 _SIZES = re.compile(rb"\s*(\d+)\s+(\d+)\s*")
 #: Bytes of a line of text: one of a binary file may be all of it.
@@ -93,7 +97,11 @@ def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
 
 
 def save_word_vectors(
-    path: Path, words: Sequence[str], vectors: ArrayLike, *, form: str = "word2vec"
+    path: Path,
+    words: Sequence[str],
+    vectors: "ArrayLike | HostTable",
+    *,
+    form: str = "word2vec",
 ) -> None:
     """Write word vectors for word2vec, gensim, fastText, spaCy or readers of GloVe's files.
 
@@ -103,6 +111,7 @@ def save_word_vectors(
       path: of the file.
       words: V of them, not empty and without white space, which would end them.
       vectors: ``[V, D]`` of floats, a table of parameters for example; written as float32.
+        A :class:`jslices.HostTable` is read part by part.
       form: ``"word2vec"``, which is fastText's ``.vec`` as well; ``"word2vec_binary"``; or
         ``"glove"``, the first without its line of sizes. Text has enough digits to restore
         the same float32.
@@ -125,22 +134,25 @@ def save_word_vectors(
 
     Source: ``KeyedVectors.save_word2vec_format`` of gensim.
     """
-    path, table = os.fspath(path), np.asarray(vectors).astype("<f4")
+    path = os.fspath(path)
+    table: Any = vectors if hasattr(vectors, "read") else np.asarray(vectors)
+    shape, read = table.shape, getattr(table, "read", None) or table.__getitem__
     if form not in _FORMS:
         raise ValueError(f"form must be one of {', '.join(_FORMS)}, got {form!r}")
-    if table.ndim != 2 or len(words) != len(table):
+    if len(shape) != 2 or len(words) != shape[0]:
         raise ValueError(
             f"wanted vectors [V, D] with V = {len(words):,}, the number of words; got "
-            f"{list(table.shape)}"
+            f"{list(shape)}"
         )
     for row, word in enumerate(words):
         if not word or word.split() != [word]:
             raise ValueError(f"word {row} is {word!r}: words hold no white space in files")
     with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
         if form != "glove":
-            file.write(b"%d %d\n" % table.shape)
-        text = " %.9g" * table.shape[1]
-        for word, row in zip(words, table, strict=True):
+            file.write(b"%d %d\n" % shape)
+        text, parts = " %.9g" * shape[1], row_blocks(shape, 4, 1 << 20)
+        blocks = (read(np.arange(x.start, x.stop)).astype("<f4") for x in parts)
+        for word, row in zip(words, itertools.chain.from_iterable(blocks), strict=True):
             numbers = (text % tuple(row.tolist())).encode()
             if form == "word2vec_binary":
                 numbers = b" " + row.tobytes()
