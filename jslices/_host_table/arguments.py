@@ -9,22 +9,19 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
-
-#: The place of an id that is too large.
-BEYOND = np.iinfo(np.int32).max
+from jslices.extend import Number
 
 
 def numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Number distinct rows: ``(rows, places, counts)``.
+    """Number distinct rows, int64 ``[n]``, ascending: ``(rows, places, counts)``.
 
-    The rows are int64 ``[n]``, ascending. Places are int32 ``[K]``, where in ``rows`` each
-    id is; a negative id keeps its value, so that it is padding in a step as well. Counts
-    are int32 ``[n]``, how many ids name each row.
+    Places int32 ``[K]`` say which is that of each id: n for one that is too large, and a
+    negative one is its own, so that it stays padding. Counts are int32 ``[n]``.
     """
     inside, negative = (ids >= 0) & (ids < num_rows), ids < 0
     rows, inverse, counts = np.unique(ids[inside], return_inverse=True, return_counts=True)
-    places = np.full(ids.shape, BEYOND, np.int32)
-    places[negative] = np.maximum(ids[negative].astype(np.int64), -BEYOND)
+    places = np.full(ids.shape, len(rows), np.int32)
+    places[negative] = np.maximum(ids[negative].astype(np.int64), np.iinfo(np.int32).min)
     places[inside] = inverse
     return rows.astype(np.int64), places, counts.astype(np.int32)
 
@@ -34,10 +31,7 @@ def checked_rows(call: str, ids: ArrayLike, num_rows: int) -> np.ndarray:
     rows = checked_ids(ids).reshape(-1)
     wrong = rows[(rows < 0) | (rows >= num_rows)]
     if len(wrong):
-        raise InvalidArgumentError(
-            f"{call} got row {wrong[0]}, and the table has {num_rows}: give row numbers "
-            f"from 0 to {num_rows - 1}"
-        )
+        raise InvalidArgumentError(f"{call} got row {wrong[0]} of rows 0 to {num_rows - 1}")
     return rows.astype(np.int64)
 
 
@@ -96,12 +90,8 @@ def check_stored(stored: DTypeLike | None, dtype: np.dtype[Any]) -> None:
 
 
 def check_options(size: object, device: object, overlap: object) -> None:
-    is_int = isinstance(size, int | np.integer) and not isinstance(size, bool)
-    if size is not None and (not is_int or size < 1):  # type: ignore[operator]
-        raise InvalidArgumentError(
-            f"HostTable(size={size!r}): wanted room for the distinct rows of a batch, an "
-            "integer of 1 at least, or None"
-        )
+    if size is not None:
+        Number(at_least=1, integer=True).check("HostTable", "size", size)
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
         raise TypeError(
             f"HostTable(device={device!r}): wanted a device or a sharding; type "

@@ -63,16 +63,12 @@ class Layout:
         return [-(-field.nbytes // self.word.itemsize) for field in self.fields]
 
     def pack(
-        self,
-        table: jax.Array,
-        state: State,
-        narrow: Callable[[jax.Array], jax.Array] | None = None,
-        call: str = "rows.pack(table, state)",
+        self, table: jax.Array, state: State, narrow: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Pack a table ``[n, *D]`` and its state into records ``[n, words]``.
 
-        ``narrow`` rounds the table to the dtype of the records; None to the nearest. The
-        values that all rows share are returned beside them.
+        ``narrow`` rounds the table to the dtype of the records. The values that all rows
+        share are returned beside them.
 
         Raises:
           InvalidArgumentError: for arrays of other shapes or dtypes than the records hold.
@@ -80,24 +76,23 @@ class Layout:
         leaves, tree = jax.tree.flatten(state)
         if tree != self.tree:
             raise InvalidArgumentError(
-                f"{call} got a state of the structure {tree}, and this table keeps "
-                f"{self.tree}: pass what rows.unpack(), tx.init or tx.apply returned"
+                f"rows.pack(table, state) got a state of the structure {tree}, and this "
+                f"table keeps {self.tree}: pass what rows.unpack() or tx.apply returned"
             )
         rows = [x for x, by_row in zip(leaves, self.by_row, strict=True) if by_row]
         rest = [x for x, by_row in zip(leaves, self.by_row, strict=True) if not by_row]
         arrays = [table, *rows]
-        height = np.shape(table)[0]
+        height = jnp.shape(table)[0]
         dtypes = [self.dtype, *(field.dtype for field in self.fields[1:])]
         for field, x, dtype in zip(self.fields, arrays, dtypes, strict=True):
-            of = getattr(x, "dtype", type(x).__name__)
-            if (np.shape(x), of) != ((height, *field.shape), dtype):
+            if (jnp.shape(x), x.dtype) != ((height, *field.shape), dtype):
                 raise InvalidArgumentError(
-                    f"{call} got {field.name} as {of}{list(np.shape(x))}, and the "
-                    f"rows hold it as {dtype}{[height, *field.shape]}: pass what "
-                    "rows.unpack(), tx.init or tx.apply returned for these rows"
+                    f"rows.pack(table, state) got {field.name} as {x.dtype}"
+                    f"{list(jnp.shape(x))}, and the rows hold it as {dtype}"
+                    f"{[height, *field.shape]}: pass what tx.init or tx.apply returned for "
+                    "these rows"
                 )
-        narrowed = table.astype(self.fields[0].dtype) if narrow is None else narrow(table)
-        columns = [_as_words(x, self.word) for x in (narrowed, *rows)]
+        columns = [_as_words(x, self.word) for x in (narrow(table), *rows)]
         written = jnp.ones((height, 1), self.word)
         return jnp.concatenate([*columns, written], axis=1), rest
 

@@ -6,12 +6,14 @@
     records       ``[V, words]``; those of rows that never began are zero
 
 ``done`` counts the writes that are in the records, and ``in_progress`` is one more during a
-write. ``id`` is random, and a new one whenever the file is made or opened: it tells which
-journal belongs to the file (``journal.py``). A file gets its name when all of it is
-written, so its length is always the one that its description says.
+write. ``id`` is a new one whenever the file is made or opened: 8 random bytes, which tell
+what journal belongs to the file (``journal.py``), then a hash of the optimizer's call, zero
+if that is not known. A file gets its name when all of it is written, so its length is
+always the one that its description says.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import mmap
@@ -114,7 +116,6 @@ class Part(NamedTuple):
     rows: np.ndarray  #: int64 ``[n]``, distinct rows.
     words: np.ndarray  #: ``[n, words]``, their records.
     shared: Sequence[np.ndarray]  #: the values that all rows share.
-    new: np.ndarray  #: those of ``rows`` that may never have been written.
 
 
 class Records:
@@ -127,7 +128,7 @@ class Records:
         self.done = np.zeros((), np.int64)  #: the number of the last write.
 
     def reserve(self, rows: np.ndarray) -> None:
-        """Make room for the records of rows that may be new."""
+        """Make room for the records of those of some rows that are new."""
 
     def apply(self, part: Part) -> None:
         """Write some rows, and the values that all rows share; the same if done again."""
@@ -151,10 +152,7 @@ class Records:
 
 
 def copy_records(source: Records, target: Records, rows: np.ndarray | None = None) -> None:
-    """Copy records, or those of some rows in their order, except rows that never began.
-
-    So a file has room for the others alone, but for what is less than a page between two.
-    """
+    """Copy records, or those of some rows; rows that never began take no whole page."""
     gap = max(1, PAGE // (source.array.shape[1] * source.array.itemsize))
     for part in row_blocks(target.array.shape, target.array.itemsize):
         words = source.array[part if rows is None else rows[part]]
@@ -223,7 +221,9 @@ class FileForm:
         size = _DONE.itemsize + sum(x.nbytes for x in shared)
         self.head = _description(layout, num_rows, size)
         self.at = offsets_in(self.head)
-        self.words, self.word = layout.words, layout.word
+        self.words, self.word, self.tx = layout.words, layout.word, layout.tx
+        call = re.sub(" at 0x[0-9a-f]+", "", self.tx.call or "").encode()
+        self.optimizer = hashlib.blake2b(call, digest_size=8).digest() if call else bytes(8)
 
     def check(self, file: File) -> None:
         """Refuse a file of another kind or table, and one that was cut off or extended."""
@@ -290,15 +290,13 @@ class FileRecords(Records):
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
-        self.id[...] = np.frombuffer(os.urandom(16), np.uint8)
+        self.id[...] = np.frombuffer(os.urandom(8) + self.form.optimizer, np.uint8)
 
     def reserve(self, rows: np.ndarray) -> None:
         # On a full disk a write through the map ends in SIGBUS, so a call first fills new
         # rows, which may be holes in the file, with zeros.
-        new = rows[self.array[rows, -1] == 0]
-        for run in _runs(new):
-            zeros = np.zeros((run.stop - run.start, self.form.words), self.form.word)
-            self.put(run.start, zeros)
+        for run in _runs(rows[self.array[rows, -1] == 0]):
+            self.put(run.start, np.zeros_like(self.array[run]))
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number
@@ -362,7 +360,7 @@ def make(path: str, form: FileForm) -> FileRecords:
             os.ftruncate(lock.fileno(), form.at.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
         lock.write_at(form.at.state, state)
-        lock.write_at(form.at.mark, _MARK.pack(os.urandom(16), 0))
+        lock.write_at(form.at.mark, _MARK.pack(os.urandom(8) + form.optimizer, 0))
         lock.write_at(0, form.head)
         return FileRecords(temporary, lock, form, temporary=True)
     except BaseException:

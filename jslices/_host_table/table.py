@@ -4,10 +4,11 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jslices._host_table import rows as on_device
 from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.rows import Fetched, HostRows, Stored
+from jslices._host_table.rows import HostRows, Stored
 from jslices.checkpoint.boxes import row_blocks
 from jslices.extend import PyTree, State, as_transformation
 
@@ -156,7 +157,7 @@ class HostTable(Journaled):
         )
         self._seat = Journal([records]), 0
         #: Of the last fetch, until its rows are stored.
-        self._fetched: Fetched | None = None
+        self._fetched: tuple[int, np.ndarray] | None = None
 
     @property
     def _records(self) -> storage.Records:
@@ -205,16 +206,15 @@ class HostTable(Journaled):
         room = self._room_for(len(numbers), flat.size)
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
-        new = self._read_into(words[: len(numbers)], numbers)
-        ticket, counts = next(_TICKETS) % 2**31, np.resize(counts, room)
-        counts[len(numbers) :] = 0
-        rows = self._rows_of(words, numbers, ticket, counts)
+        self._read_into(words[: len(numbers)], numbers)
+        ticket, counts = next(_TICKETS) % 2**31, np.pad(counts, (0, room - len(counts)))
+        rows = dataclasses.replace(self._rows_of(words, numbers, ticket), counts=counts)
         rows = jax.device_put(rows, self._device)
         for step in self._journal.pending:
             if step.records is self._records:
-                rows = on_device.with_pending(rows, numbers, step.fetched.rows, step.words)
-        self._fetched = Fetched(ticket, numbers, new)
-        places[places == arguments.BEYOND] = room
+                rows = on_device.with_pending(rows, numbers, step.rows, step.words)
+        self._fetched = ticket, numbers
+        places[places == len(numbers)] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
         return rows, jax.tree.unflatten(tree, shaped)
@@ -249,7 +249,7 @@ class HostTable(Journaled):
         if self._overlap:
             for x in jax.tree.leaves(rows):
                 x.copy_to_host_async()
-        return Stored(self._records, fetched, rows)
+        return Stored(self._records, *fetched, rows)
 
     def _room_for(self, rows: int, ids: int) -> int:
         """U: the room for some distinct rows of some ids."""
@@ -266,23 +266,15 @@ class HostTable(Journaled):
             self._room = min(ids, -(-(rows + rows // 16) // grain) * grain)
         return self._room
 
-    def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Read the records of some rows, initializing those that are new: returns these."""
+    def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> None:
+        """Read the records of some rows, initializing those that are new."""
         np.take(self._records.array, numbers, axis=0, out=words, mode="clip")
         new = np.flatnonzero(words[:, -1] == 0)
-        if len(new) and callable(self._init):
-            words[new] = self._initial_records(numbers[new])
-        elif len(new):
-            words[new] = self._constant_record
-        return numbers[new]
+        if len(new):  # if they begin with the same number, the first is enough
+            some = new if callable(self._init) else new[:1]
+            words[new] = self._initial_records(numbers[some])
 
-    @functools.cached_property
-    def _constant_record(self) -> np.ndarray:
-        return self._initial_records(np.zeros(1, np.int64))
-
-    def _initial_records(
-        self, numbers: np.ndarray, shared: Sequence[np.ndarray] | None = None
-    ) -> np.ndarray:
+    def _initial_records(self, numbers: np.ndarray, shared: Any = None) -> np.ndarray:
         """Records of rows that begin with the table, or when it has these shared values."""
         padded = np.resize(numbers, arguments.power_of_two(len(numbers)))
         shape, init = (len(padded), *self._row), self._init
@@ -320,7 +312,7 @@ class HostTable(Journaled):
         rows_now = self._rows_of(words, numbers)
         table = np.asarray(on_device.caught_up(rows_now, 0)[0])[: len(numbers)]
         rows = np.full((len(places), *self._row), np.nan, self.dtype)
-        inside = (places >= 0) & (places < arguments.BEYOND)
+        inside = (places >= 0) & (places < len(numbers))
         rows[inside] = table[places[inside]]
         return rows.reshape(*ids.shape, *self._row)
 
@@ -341,14 +333,14 @@ class HostTable(Journaled):
             words[: part.stop - part.start] = array[rows[part]]
             steps = np.int32(self._records.shared[0] % 2**31)
             _, later = on_device.caught_up(self._rows_of(words, rows[part]), steps)
-            self._write(rows[part], np.asarray(later.words)[: part.stop - part.start])
+            words = np.asarray(later.words)[: part.stop - part.start]
+            self._write(rows[part], words, self._records.shared)
 
     @one_at_a_time
     def written_rows(self) -> np.ndarray:
         """The numbers of all rows that were ever stored: int64 ``[n]``, ascending.
 
-        The others, and those that :meth:`reset` has let begin anew, take no room in a copy.
-        Cost: reads a number of each record.
+        Not those that :meth:`reset` has let begin anew. Cost: reads a number a record.
         """
         self._journal.finish()
         array = self._records.array
@@ -356,94 +348,75 @@ class HostTable(Journaled):
         return np.concatenate([x.start + np.flatnonzero(array[x, -1]) for x in blocks])
 
     @one_at_a_time
-    def write(self, ids: ArrayLike, params: jax.Array, state: State) -> None:
-        """Writes some rows with the state of their optimizer: :meth:`read` reversed.
+    def write(
+        self, ids: ArrayLike, params: ArrayLike, state: State, key: jax.Array | None = None
+    ) -> None:
+        """Writes some rows with the state of their optimizer, which was trained elsewhere.
 
-        For a table that was trained elsewhere, all at once or part by part: ``state`` may
-        be what :func:`jslices.checkpoint.import_state` makes of another library's slots of
-        these rows. Rows of fewer bits (``stored=``) are rounded to the nearest. A kill
-        leaves all of them written or none; :attr:`steps` stays. Rows of a ``fetch`` before
-        it can no longer be stored.
+        All of them or, whatever kills the process, none; :attr:`steps` stays.
 
         Args:
           ids: n row numbers, each once.
-          params: ``[n, *D]``, NumPy's or JAX's.
-          state: the optimizer's state of them, like ``tx.init(params)``. What it has for
-            all rows together, the number of steps for one, becomes that of the table; once
-            the table has rows it must be the same.
+          params: ``[n, *D]``.
+          state: that of ``tx``, like ``tx.init(params)``, or what
+            :func:`jslices.checkpoint.import_state` returned. What it has for all rows
+            together, such as a count, becomes the table's, or has to be the same.
+          key: as in ``rows.pack``.
 
         Raises:
-          InvalidArgumentError: for rows that are not there or named twice; for arrays of
-            other shapes or dtypes; for a state of another number of steps.
+          InvalidArgumentError: for rows that are not there or named twice, arrays of other
+            shapes or dtypes, or the state of another number of steps.
         """
         self._journal.finish()
-        call = "write(ids, params, state)"
+        call, (steps, *old) = "write(ids, params, state)", self._records.shared
         rows = arguments.checked_rows(call, ids, self.shape[0])
         distinct, order = np.unique(rows, return_index=True)
-        words, rest = self._layout.pack(params, state, call=call)
-        if not len(distinct) == len(rows) == len(words):
-            raise InvalidArgumentError(
-                f"{call} got {len(rows)} row numbers, of which {len(distinct)} differ, and "
-                f"{len(words)} rows: wanted a row for each number, and each number once"
-            )
-        shared = [self._records.shared[0], *map(np.asarray, rest)]
-        for field, new, old in zip(
-            self._layout.shared, shared[1:], self._records.shared[1:], strict=True
-        ):
-            if self._records.done and (new != old).any():
+        if len(distinct) < len(rows):
+            raise InvalidArgumentError(f"{call} got a row twice: name each of them once")
+        array: Any = params if isinstance(params, jax.Array) else np.asarray(params)
+        words = np.empty((len(rows), self._layout.words), self._layout.word)
+        packed = self._rows_of(words, rows).pack(array, state, key)
+        shared = [np.asarray(x) for x in packed.shared]
+        for field, x, y in zip(self._layout.shared, shared, old, strict=True):
+            if self._records.done and (x != y).any():
                 raise InvalidArgumentError(
-                    f"{call} got a state with {field.name} {new}, and the table has {old} "
-                    "for all of its rows: write these to a new HostTable"
+                    f"{call} got a state with {field.name} {x}, and the table has {y} for "
+                    "all of its rows: write these to a new HostTable"
                 )
         self._fetched = None
-        self._write(distinct, np.asarray(words)[order], shared)
+        self._write(distinct, np.asarray(packed.words)[order], [steps, *shared])
 
     @one_at_a_time
     def reset(self, ids: ArrayLike) -> None:
         """Lets some rows begin anew: their first values, and no state of the optimizer.
 
-        With ``untouched="exact"`` they have missed no step. A kill leaves all of them reset
-        or none. Rows of a ``fetch`` before it can no longer be stored.
-
-        Args:
-          ids: row numbers of any shape; duplicates mean the same.
+        All of them or, whatever kills the process, none. With ``untouched="exact"`` they
+        have missed no step. Rows of the last ``fetch`` can no longer be stored.
 
         Raises:
           InvalidArgumentError: for rows that are not there.
         """
         self._journal.finish()
         rows = np.unique(arguments.checked_rows("reset(ids)", ids, self.shape[0]))
-        self._fetched = None
+        self._fetched, (_, *shared) = None, self._records.shared
         if self._layout.tx.catches_up:
-            words = self._initial_records(rows, self._records.shared[1:])
+            words = self._initial_records(rows, shared)
         else:  # as if they had never begun
             rows = rows[self._records.array[rows, -1] != 0]
             words = np.zeros((len(rows), self._layout.words), self._layout.word)
-        self._write(rows, words)
+        self._write(rows, words, self._records.shared)
 
-    def _write(
-        self,
-        rows: np.ndarray,
-        words: np.ndarray,
-        shared: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        """Write records of distinct rows, and perhaps what all rows share."""
-        records = self._records
-        shared, number = shared or records.shared, int(records.done) + 1
-        self._journal.write([storage.Part(records, number, rows, words, shared, rows)])
+    def _write(self, rows: np.ndarray, words: np.ndarray, shared: list[np.ndarray]) -> None:
+        records, number = self._records, int(self._records.done) + 1
+        self._journal.write([storage.Part(records, number, rows, words, shared)])
 
     @one_at_a_time
     def save(self, path: str | os.PathLike[str], *, rows: ArrayLike | None = None) -> None:
         """Writes a copy to a file: :meth:`restore` reads it, and HostTable opens it.
 
-        It is on the disk, whole, when this returns, or not there at all. Rows that never
-        began take no room in it.
-
-        Args:
-          path: of the file.
-          rows: for a copy of fewer rows, or in another order: for each of its rows the
-            number of one of this table; duplicates are copies. A row that never began does
-            so in the copy, by the ``init`` with which that is opened.
+        It is on the disk, whole, when this returns, or not there at all. With ``rows``,
+        numbers ``[n]``, it is of these rows in this order: row i there is ``rows[i]``
+        here. One that never began does so by the ``init`` with which the copy is opened.
 
         Raises:
           InvalidArgumentError: for the file of this table itself; for ``rows`` that are not
@@ -455,16 +428,12 @@ class HostTable(Journaled):
         path = arguments.real(path)
         if path == self._path:
             raise InvalidArgumentError(f"{path} is the file of this table; give another")
+        num_rows = self.shape[0]
         if rows is not None:
-            rows = arguments.checked_rows("save(path, rows)", rows, self.shape[0])
-            if not len(rows):
-                raise InvalidArgumentError(
-                    "save(path, rows) got no rows, and a table has at least one"
-                )
-        with contextlib.ExitStack() as stack:
-            if (replaced := storage.locked(path)) is not None:
-                stack.enter_context(replaced)
-            copy = self._copied_to(path, self._records, rows=rows)
+            rows = arguments.checked_rows("save(path, rows)", rows, num_rows)
+            num_rows = arguments.checked_shape(rows.shape)[0]
+        with storage.locked(path) or contextlib.nullcontext():
+            copy = self._copied_to(path, self._records, num_rows, rows)
             with contextlib.closing(copy):
                 copy.publish(path)
         # Left by an earlier table of this path.
@@ -492,7 +461,7 @@ class HostTable(Journaled):
             if self._path is None:
                 take = functools.partial(storage.copy_records, saved, records)
             else:
-                new = self._copied_to(self._path, saved)
+                new = self._copied_to(self._path, saved, self.shape[0])
                 take = functools.partial(self._journal.replace, records, new)
             self._journal.do(take)
 
@@ -500,9 +469,7 @@ class HostTable(Journaled):
     def grow(self, num_rows: int) -> None:
         """Gives the table more rows, which begin anew; existing rows keep their state.
 
-        With ``untouched="exact"`` new rows have missed all steps so far, as any that were
-        never fetched; :meth:`reset` lets them begin now.
-
+        With ``untouched="exact"`` they have missed all steps so far, until ``reset``.
         A file is copied to a new one, which replaces it when complete: the disk needs room
         for both until then.
 
@@ -527,14 +494,9 @@ class HostTable(Journaled):
         self._journal.do(functools.partial(self._journal.replace, records, new))
 
     def _copied_to(
-        self,
-        path: str,
-        source: storage.Records,
-        num_rows: int | None = None,
-        rows: np.ndarray | None = None,
+        self, path: str, source: storage.Records, num_rows: int, rows: Any = None
     ) -> storage.FileRecords:
         """A new file, on the disk, for a path."""
-        num_rows = num_rows or len(source.array if rows is None else rows)
         copy = storage.make(path, self._form(num_rows))
         with storage.closed_on_error(copy):
             storage.copy_records(source, copy, rows)
@@ -544,21 +506,14 @@ class HostTable(Journaled):
     def _form(self, num_rows: int) -> storage.FileForm:
         return storage.FileForm(self._layout, num_rows, self._shared)
 
-    def _rows_of(
-        self,
-        words: np.ndarray,
-        numbers: np.ndarray,
-        ticket: int = 0,
-        counts: np.ndarray | None = None,
-    ) -> HostRows:
+    def _rows_of(self, words: np.ndarray, numbers: np.ndarray, ticket: int = 0) -> HostRows:
         """Records of some rows, and empty ones, with the values that all rows share."""
         shared = tuple(np.array(x) for x in self._records.shared[1:])
         of_records = None
         if self._layout.is_narrow:
             of_records = np.zeros(len(words), np.uint32)
             of_records[: len(numbers)] = numbers.astype(np.uint32)
-        number = np.int32(ticket)
-        return HostRows(words, shared, number, of_records, counts, self._layout)
+        return HostRows(words, shared, np.int32(ticket), of_records, self._layout)
 
     # --- the file ---------------------------------------------------------------------
 

@@ -11,17 +11,15 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
 
+import jslices
 from jslices import DataLossError, NotFoundError
 from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.files import Path, replacing
-
-if TYPE_CHECKING:
-    from jslices import HostTable
 
 _SIZES = re.compile(rb"\s*(\d+)\s+(\d+)\s*")
 #: Bytes of a line of text: one of a binary file may be all of it.
@@ -99,7 +97,7 @@ def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
 def save_word_vectors(
     path: Path,
     words: Sequence[str],
-    vectors: "ArrayLike | HostTable",
+    vectors: "ArrayLike | jslices.HostTable",
     *,
     form: str = "word2vec",
 ) -> None:
@@ -134,25 +132,25 @@ def save_word_vectors(
 
     Source: ``KeyedVectors.save_word2vec_format`` of gensim.
     """
-    path = os.fspath(path)
-    table: Any = vectors if hasattr(vectors, "read") else np.asarray(vectors)
-    shape, read = table.shape, getattr(table, "read", None) or table.__getitem__
+    path, read = os.fspath(path), getattr(vectors, "read", None)
+    table: Any = vectors if read else np.asarray(vectors)
     if form not in _FORMS:
         raise ValueError(f"form must be one of {', '.join(_FORMS)}, got {form!r}")
-    if len(shape) != 2 or len(words) != shape[0]:
+    if len(table.shape) != 2 or len(words) != table.shape[0]:
         raise ValueError(
             f"wanted vectors [V, D] with V = {len(words):,}, the number of words; got "
-            f"{list(shape)}"
+            f"{list(table.shape)}"
         )
     for row, word in enumerate(words):
         if not word or word.split() != [word]:
             raise ValueError(f"word {row} is {word!r}: words hold no white space in files")
     with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
         if form != "glove":
-            file.write(b"%d %d\n" % shape)
-        text, parts = " %.9g" * shape[1], row_blocks(shape, 4, 1 << 20)
-        blocks = (read(np.arange(x.start, x.stop)).astype("<f4") for x in parts)
-        for word, row in zip(words, itertools.chain.from_iterable(blocks), strict=True):
+            file.write(b"%d %d\n" % table.shape)
+        text, parts = " %.9g" * table.shape[1], row_blocks(table.shape, 4, 1 << 20)
+        blocks = (read(np.arange(x.start, x.stop)) if read else table[x] for x in parts)
+        rows = (row.astype("<f4") for block in blocks for row in block)
+        for word, row in zip(words, rows, strict=True):
             numbers = (text % tuple(row.tolist())).encode()
             if form == "word2vec_binary":
                 numbers = b" " + row.tobytes()
