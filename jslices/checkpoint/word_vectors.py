@@ -12,12 +12,14 @@ import re
 import string
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
 
+import jslices
 from jslices import DataLossError, NotFoundError
+from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.files import Path, replacing
 
 _SIZES = re.compile(rb"\s*(\d{1,12})\s+([1-9]\d{0,5})\s*")
@@ -116,7 +118,11 @@ def load_word_vectors(
 
 
 def save_word_vectors(
-    path: Path, words: Sequence[str], vectors: ArrayLike, *, form: str = "word2vec"
+    path: Path,
+    words: Sequence[str],
+    vectors: "ArrayLike | jslices.HostTable",
+    *,
+    form: str = "word2vec",
 ) -> None:
     """Write word vectors for word2vec, gensim, fastText, spaCy or readers of GloVe's files.
 
@@ -126,6 +132,7 @@ def save_word_vectors(
       path: of the file.
       words: V of them, not empty and without white space, which would end them.
       vectors: ``[V, D]`` of floats, a table of parameters for example; written as float32.
+        A :class:`jslices.HostTable` is read part by part.
       form: ``"word2vec"``, which is fastText's ``.vec`` as well; ``"word2vec_binary"``; or
         ``"glove"``, the first without its line of sizes. Text has enough digits to restore
         the same float32.
@@ -148,10 +155,11 @@ def save_word_vectors(
 
     Source: ``KeyedVectors.save_word2vec_format`` of gensim.
     """
-    path, table = os.fspath(path), np.asarray(vectors).astype("<f4")
+    path, read = os.fspath(path), getattr(vectors, "read", None)
+    table: Any = vectors if read else np.asarray(vectors)
     if form not in _FORMS:
         raise ValueError(f"form must be one of {', '.join(_FORMS)}, got {form!r}")
-    if table.ndim != 2 or len(words) != len(table):
+    if len(table.shape) != 2 or len(words) != table.shape[0]:
         raise ValueError(
             f"wanted vectors [V, D] with V = {len(words):,}, the number of words; got "
             f"{list(table.shape)}"
@@ -162,8 +170,10 @@ def save_word_vectors(
     with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
         if form != "glove":
             file.write(b"%d %d\n" % table.shape)
-        text = " %.9g" * table.shape[1]
-        for word, row in zip(words, table, strict=True):
+        text, parts = " %.9g" * table.shape[1], row_blocks(table.shape, 4, 1 << 20)
+        blocks = (read(np.arange(x.start, x.stop)) if read else table[x] for x in parts)
+        rows = (row.astype("<f4") for block in blocks for row in block)
+        for word, row in zip(words, rows, strict=True):
             numbers = (text % tuple(row.tolist())).encode()
             if form == "word2vec_binary":
                 numbers = b" " + row.tobytes()
