@@ -1,6 +1,7 @@
 """Buckets of rows: where ids are found, and whose row a new id takes."""
 
 import dataclasses
+import functools
 import zlib
 from typing import Any, NamedTuple
 
@@ -69,32 +70,28 @@ class Part(NamedTuple):
         return new, self._rows(place), None
 
     def admit(self, ids: WideIds) -> tuple[Any, jax.Array, Changes]:
-        old, size, step = self.map, self.size, self.map.step + 1
         bucket, own = self._buckets(ids)
         place = self._places(ids, bucket, own)
-        last, hits = self._seen(place, step)
-        sightings, sighted = self._sighted(ids, bucket, own & (place == size), step)
-        wanted = own & (sighted >= old.after)
-        start = _Claims(
-            *(old.low, old.high, last, hits, place),
-            fresh=jnp.zeros_like(own),
-            evicted=WideIds(*(jnp.full_like(x, NOBODY) for x in ids)),
-            goes_on=jnp.any(wanted & (place == size)),
+        new = self._seen(place)
+        new, sighted = self._sighted(new, ids, bucket, own & (place == self.size))
+        wanted = own & (sighted >= new.after)
+        evicted = WideIds(*(jnp.full_like(x, NOBODY) for x in ids))
+        claims = (
+            new,
+            place,
+            jnp.zeros_like(own),
+            evicted,
+            jnp.any(wanted & (place == self.size)),
         )
-
-        def claim(claims: _Claims) -> _Claims:
-            return self._claim(claims, ids, bucket, wanted, sighted, step)
-
-        end = lax.while_loop(lambda claims: claims.goes_on, claim, start)
-        new = dataclasses.replace(
-            old,
-            **{"low": end.low, "high": end.high, "last": end.last, "hits": end.hits},
-            **{"sightings": sightings, "step": step},
+        new, place, is_fresh, evicted, _ = lax.while_loop(
+            lambda claims: claims[-1],
+            functools.partial(self._claim, ids, bucket, wanted, sighted),
+            claims,
         )
-        rows = self._rows(end.place)
-        fresh = jnp.where(end.fresh, rows, NO_ROW)
+        rows = self._rows(place)
+        fresh = jnp.where(is_fresh, rows, NO_ROW)
         refused = jnp.sum(own & (rows < 0), dtype=jnp.int32)
-        return new, rows, Changes(fresh, end.evicted, refused)
+        return new, rows, Changes(fresh, evicted, refused)
 
     def _rows(self, place: jax.Array) -> jax.Array:
         return jnp.where(place < self.size, self.number * self.size + place, -1)
@@ -113,61 +110,57 @@ class Part(NamedTuple):
         place = bucket * WAYS + jnp.argmax(is_it, 1).astype(jnp.int32)
         return jnp.where(jnp.any(is_it, 1), place, self.size)
 
-    def _seen(self, place: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``last`` and ``hits`` with owners that are seen in this step."""
-        last, hits = self.map.last, self.map.hits
+    def _seen(self, place: jax.Array) -> Any:
+        """The map in the next step, in which some owners are seen."""
+        old, step, hits, seen = self.map, self.map.step + 1, self.map.hits, 0
         if hits.size:
-            if self.map.half_life is not None:
-                used, seen = (
-                    x.at[place].get(mode="fill", fill_value=0) for x in (hits, last)
-                )
-                hits = hits.at[place].set(self._aged(used, step - seen), mode="drop")
+            used, seen = (
+                x.at[place].get(mode="fill", fill_value=0) for x in (hits, old.last)
+            )
+            hits = hits.at[place].set(self._aged(used, step - seen), mode="drop")
             hits = hits.at[place].add(1, mode="drop")
-        return last.at[place].set(step, mode="drop"), hits
+        # The new value depends on the old one, or XLA keeps both arrays.
+        last = old.last.at[place].set(jnp.maximum(step, seen), mode="drop")
+        return dataclasses.replace(old, last=last, hits=hits, step=step)
 
     def _aged(self, count: jax.Array, age: jax.Array) -> jax.Array:
-        if self.map.half_life is None:
-            return count
-        return count >> jnp.minimum(age // self.map.half_life, 31)
+        return count >> jnp.minimum(age // (self.map.half_life or 2**30), 31)
 
     def _sighted(
-        self, ids: WideIds, bucket: jax.Array, new: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The counters with this batch, and how often each id was seen."""
-        counters = self.map.sightings
+        self, new: Any, ids: WideIds, bucket: jax.Array, without: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        """The map that counts ids without a row, and how often each was seen."""
+        counters = new.sightings
         if not counters.size:
-            return counters, jnp.ones_like(bucket)
-        if self.map.half_life is not None:
+            return new, jnp.ones_like(bucket)
+        if new.half_life is not None:
             counters = lax.cond(
-                step % self.map.half_life == 0, lambda x: x >> 1, lambda x: x, counters
+                new.step % new.half_life == 0, lambda x: x >> 1, lambda x: x, counters
             )
         # Two different counters of its bucket.
-        bits = hashed_for("sightings", self.map.name, ids)
+        bits = hashed_for("sightings", new.name, ids)
         one = (bits % COUNTERS).astype(jnp.int32)
         two = (one + 1 + ((bits >> 8) % (COUNTERS - 1)).astype(jnp.int32)) % COUNTERS
         at = jnp.stack([bucket * COUNTERS + one, bucket * COUNTERS + two])
-        counters = counters.at[jnp.where(new, at, counters.size)].add(1, mode="drop")
-        return counters, jnp.min(counters.at[at].get(mode="promise_in_bounds"), 0)
+        counters = counters.at[jnp.where(without, at, counters.size)].add(1, mode="drop")
+        sighted = jnp.min(counters.at[at].get(mode="promise_in_bounds"), 0)
+        return dataclasses.replace(new, sightings=counters), sighted
 
     def _claim(
         self,
-        claims: "_Claims",
         ids: WideIds,
         bucket: jax.Array,
         wanted: jax.Array,
         sighted: jax.Array,
-        step: jax.Array,
-    ) -> "_Claims":
+        claims: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
         """One new id a bucket gets a row: that which comes first in the batch."""
-        low, high, last, hits, place, fresh, evicted, _ = claims
+        old, place, is_fresh, evicted, _ = claims
         size, count = self.size, place.shape[0]
-        worth = self._worth(last, hits, bucket, step)
-        way = jnp.argmin(worth, 1).astype(jnp.int32)
-        least = jnp.min(worth, 1)
-        most: Any = {"never": 1, "tinylfu": jnp.maximum(sighted, 1)}.get(
-            self.map.policy, TAKEN
-        )
-        may = wanted & (place == size) & (least < most)
+        worth = self._worth(old, bucket)
+        least, way = jnp.min(worth, 1), jnp.argmin(worth, 1).astype(jnp.int32)
+        most = {"never": jnp.int32(1), "tinylfu": jnp.maximum(sighted, 1)}
+        may = wanted & (place == size) & (least < most.get(old.policy, jnp.int32(TAKEN)))
         claimed = bucket * WAYS + way
         # Who is first in each cell of a small array; the more cells, the fewer try again.
         cells = 1 << (8 * count).bit_length()
@@ -179,55 +172,35 @@ class Part(NamedTuple):
         mine = may & same[0] & same[1] & same[2]
         first = mine & (winner == here)
         to = jnp.where(first, claimed, size)
-        before = [x.at[to].get(mode="fill", fill_value=NOBODY) for x in (low, high)]
-        # What is read is read before it is written, or XLA copies the arrays.
-        low, high, last, hits, before, to = lax.optimization_barrier(
-            (low, high, last, hits, before, to)
-        )
+        before = [x.at[to].get(mode="fill", fill_value=NOBODY) for x in (old.low, old.high)]
+        hits = old.hits
         if hits.size:
             hits = hits.at[to].set(0, mode="drop")
             hits = hits.at[jnp.where(mine, claimed, size)].add(1, mode="drop")
-        return _Claims(
-            low=low.at[to].set(ids.low, mode="drop"),
-            high=high.at[to].set(ids.high, mode="drop"),
-            last=last.at[to].set(step, mode="drop"),
+        new = dataclasses.replace(
+            old,
+            low=old.low.at[to].set(ids.low, mode="drop"),
+            high=old.high.at[to].set(ids.high, mode="drop"),
+            last=old.last.at[to].set(old.step, mode="drop"),
             hits=hits,
-            place=jnp.where(mine, claimed, place),
-            fresh=fresh | first,
-            evicted=WideIds(
-                *(jnp.where(first, x, y) for x, y in zip(before, evicted, strict=True))
-            ),
-            goes_on=jnp.any(first) & jnp.any(wanted & ~mine & (place == size)),
         )
+        gone = (jnp.where(first, x, y) for x, y in zip(before, evicted, strict=True))
+        place = jnp.where(mine, claimed, place)
+        goes_on = jnp.any(first) & jnp.any(wanted & (place == size))
+        return new, place, is_fresh | first, WideIds(*gone), goes_on
 
-    def _worth(
-        self, last: jax.Array, hits: jax.Array, bucket: jax.Array, step: jax.Array
-    ) -> jax.Array:
+    def _worth(self, old: Any, bucket: jax.Array) -> jax.Array:
         """``[K, 8]``: below 1 for whose place is free; who is in the batch keeps it."""
-        seen = _ways(last, bucket)
-        if self.map.policy == "lru":
-            worth = seen
-        elif self.map.policy == "never":
-            worth = jnp.ones_like(seen)
+        seen = _ways(old.last, bucket)
+        age = old.step - seen
+        if old.hits.size:
+            worth = 1 + self._aged(_ways(old.hits, bucket), age)
         else:
-            worth = 1 + self._aged(_ways(hits, bucket), step - seen)
-        if self.map.expire is not None:
-            worth = jnp.where(step - seen > self.map.expire, 0, worth)
+            worth = jnp.ones_like(seen) if old.policy == "never" else seen
+        if old.expire is not None:
+            worth = jnp.where(age > old.expire, 0, worth)
         worth = jnp.where(seen <= 0, -1, worth)
-        return jnp.where(seen == step, TAKEN, worth)
-
-
-class _Claims(NamedTuple):
-    """The state of the loop in which new ids get rows."""
-
-    low: jax.Array
-    high: jax.Array
-    last: jax.Array
-    hits: jax.Array
-    place: jax.Array  #: int32 ``[K]``
-    fresh: jax.Array  #: bool ``[K]``
-    evicted: WideIds
-    goes_on: jax.Array
+        return jnp.where(age == 0, TAKEN, worth)
 
 
 def _ways(x: jax.Array, bucket: jax.Array) -> jax.Array:

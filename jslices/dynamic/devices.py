@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 
 from jslices import Exchange, InvalidArgumentError
 from jslices.dynamic.ids import NOBODY, WideIds
@@ -15,94 +14,71 @@ from jslices.dynamic.ids import NOBODY, WideIds
 M = TypeVar("M")
 
 
-class Split(NamedTuple):
-    """How a map is split: its buckets along axes of a mesh, and ids as well."""
+def exchange_of(array: jax.Array, ways: int, exchange: Exchange | None) -> Exchange | None:
+    """How ids travel: as is said, or as the type of a map's array says on Explicit axes.
 
-    mesh: Any
-    axes: tuple[str, ...]
-    exchange: Exchange
-
-    @property
-    def parts(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-    def specs(self, tree: Any) -> Any:
-        """The part of each array that a device has: all of a scalar."""
-        return jax.tree.map(lambda x: jax.P(self.axes) if jnp.ndim(x) else jax.P(), tree)
-
-
-def split_of(array: jax.Array, exchange: Exchange | None) -> Split | None:
-    """How a map of this array is split; None on one device, or inside ``shard_map``."""
+    None on one device. Buckets have so many ``ways``.
+    """
     sharding: Any = jax.typeof(array).sharding
     mesh = sharding.mesh
-    on_mesh = not mesh.empty and not mesh.are_all_axes_manual
-    if exchange is not None and not on_mesh:
-        raise InvalidArgumentError(
-            f"exchange={exchange} wants a map that is split over the devices of a mesh, "
-            "and this one is on no mesh: make it with "
-            f"id_map(..., sharding=jax.NamedSharding(mesh, jax.P({exchange.axis!r})))"
-        )
-    if not on_mesh:
-        return None
+    is_split = not mesh.empty and not mesh.are_all_axes_manual
     if exchange is None:
-        axes = sharding.spec[0] if sharding.spec else None
-        if axes is None:
-            return None
-        exchange = Exchange(axes)
-    auto = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
-    split = Split(auto, exchange.axes, exchange)
-    unknown = [axis for axis in split.axes if axis not in mesh.axis_names]
-    if unknown or array.shape[0] % (8 * split.parts):
+        axes = sharding.spec[0] if is_split and sharding.spec else None
+        return axes and Exchange(axes)
+    parts = [mesh.shape.get(axis, 0) for axis in exchange.axes] if is_split else [0]
+    if 0 in parts or array.shape[0] % (ways * math.prod(parts)):
+        where = dict(mesh.shape) if is_split else "no mesh"
         raise InvalidArgumentError(
-            f"{exchange} of a map with {array.shape[0]} rows: its mesh is "
-            f"{dict(mesh.shape)}, and each device has whole buckets of 8 rows; "
-            "make it with id_map(..., devices=number of devices)"
+            f"{exchange} of a map with {array.shape[0]} rows on {where}: each device must "
+            f"have whole buckets of {ways} rows; make it with id_map(..., "
+            "devices=jax.device_count(), "
+            f"sharding=jax.NamedSharding(mesh, jax.P({exchange.axis!r})))"
         )
-    return split
+    return exchange
 
 
 def on_each_part(
-    run: Callable[[M, Any, WideIds], tuple[M, jax.Array, Any]],
-    owner: Callable[[M, WideIds], jax.Array],
+    run: Callable[[M, Any, int, WideIds], tuple[M, jax.Array, Any]],
+    owner: Callable[[M, int, WideIds], jax.Array],
     whole: M,
     ids: WideIds,
-    split: Split,
+    exchange: Exchange,
 ) -> Any:
-    """``run(part, number, ids)`` on each device, with the ids ``[n]`` of its buckets.
+    """``run(part, number, parts, ids)`` on each device, with the ids of its buckets.
 
     Args:
       run: returns the part, the rows ``[n]`` that ids own or -1, and changes: arrays of n
         integers, in which the largest means none, and counts.
-      owner: ``owner(part, ids)``, the number of the part to which ids belong.
-      whole: the map.
+      owner: ``owner(part, parts, ids)``, the number of the part to which ids belong.
+      whole: the map, a pytree of arrays that are split, and scalars.
       ids: ``[K]``, split over devices or not.
 
     Returns:
-      ``(whole, rows, changes)``: rows ``[K]`` where the ids are, changes where the rows
-      are, counts summed.
+      ``(whole, rows, changes)``: rows ``[K]`` where the ids are, changes where the map is,
+      counts summed.
     """
-    count, parts = ids.low.shape[0], split.parts
+    mesh, axes = jax.typeof(jax.tree.leaves(whole)[0]).sharding.mesh, exchange.axes
+    parts, count = math.prod(mesh.shape[axis] for axis in axes), ids.low.shape[0]
     each = -(-count // parts)
-    padding = (0, each * parts - count)
-    ids = WideIds(*(jnp.pad(x, padding, constant_values=NOBODY) for x in ids))
-    capacity = min(each, math.ceil(split.exchange.capacity * each / parts))
-    swaps = split.exchange.plan != "gather" and capacity < each
+    ids = WideIds(
+        *(jnp.pad(x, (0, each * parts - count), constant_values=NOBODY) for x in ids)
+    )
+    capacity = min(each, math.ceil(exchange.capacity * each / parts))
 
-    def gathered(part: M, number: jax.Array, ids: WideIds, place: jax.Array) -> Any:
+    def gathered(part: M, number: Any, ids: WideIds, place: jax.Array) -> Any:
         """All ids on every device."""
         del place
-        every = WideIds(*(lax.all_gather(x, split.axes, tiled=True) for x in ids))
-        part, rows, changes = run(part, number, every)
+        every = WideIds(*(lax.all_gather(x, axes, tiled=True) for x in ids))
+        part, rows, changes = run(part, number, parts, every)
         # One part has the row, the others -1.
-        rows = lax.psum_scatter(rows + 1, split.axes, tiled=True) - 1
-        return part, rows, changes
+        return part, lax.psum_scatter(rows + 1, axes, tiled=True) - 1, changes
 
-    def swapped(part: M, number: jax.Array, ids: WideIds, place: jax.Array) -> Any:
+    def swapped(part: M, number: Any, ids: WideIds, place: jax.Array) -> Any:
         """To each device the ids of its buckets."""
-        swap = lambda x: lax.all_to_all(x, split.axes, 0, 0, tiled=True)  # noqa: E731
+        swap = lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True)  # noqa: E731
         room = jnp.full(parts * capacity, NOBODY)
         sent = (swap(room.at[place].set(x, mode="drop")) for x in ids)
-        part, rows, changes = run(part, number, WideIds(*sent))
+        part, rows, changes = run(part, number, parts, WideIds(*sent))
         rows = swap(rows).at[place].get(mode="fill", fill_value=-1)
         return part, rows, jax.tree.map(as_long, changes)
 
@@ -111,34 +87,35 @@ def on_each_part(
         return lax.pad(x, none, [(0, each * parts - n, 0) for n in x.shape])
 
     def local(part: M, ids: WideIds) -> Any:
-        number = lax.axis_index(split.axes)
-        to = owner(part, ids)
-        order = jnp.argsort(to, stable=True)
-        start = jnp.searchsorted(to[order], jnp.arange(parts + 1, dtype=jnp.int32))
-        start = start.astype(jnp.int32)
-        rank = jnp.zeros_like(to).at[order].set(jnp.arange(each, dtype=jnp.int32))
-        column = rank - start.at[to].get(mode="clip")
-        place = jnp.where(
-            (to < parts) & (column < capacity), to * capacity + column, each * parts
-        )
-        arguments = part, number, ids, place
-        if swaps:
-            most = lax.pmax(jnp.max(start[1:] - start[:-1]), split.axes)
+        to = owner(part, parts, ids)
+        order = jnp.argsort(to, stable=True)  # in a bucket ids keep their order
+        to, ids = to[order], WideIds(*(x[order] for x in ids))
+        start = jnp.searchsorted(to, jnp.arange(parts + 1, dtype=to.dtype)).astype(to.dtype)
+        column = jnp.arange(each, dtype=to.dtype) - start.at[to].get(mode="clip")
+        fits = (to < parts) & (column < capacity)
+        place = jnp.where(fits, to * capacity + column, each * parts)
+        arguments = part, lax.axis_index(axes), ids, place
+        if exchange.plan != "gather" and capacity < each:
+            most = lax.pmax(jnp.max(start[1:] - start[:-1]), axes)
             part, rows, changes = lax.cond(most > capacity, gathered, swapped, *arguments)
         else:
             part, rows, changes = gathered(*arguments)
-        summed = lambda x: x if x.ndim else lax.psum(x, split.axes)  # noqa: E731
-        return part, rows, jax.tree.map(summed, changes)
+        rows = jnp.zeros_like(rows).at[order].set(rows)
+        return (
+            part,
+            rows,
+            jax.tree.map(lambda x: x if x.ndim else lax.psum(x, axes), changes),
+        )
 
-    specs, batch = split.specs(whole), jax.P(split.axes)
-    changes = split.specs(
-        jax.eval_shape(lambda whole, ids: run(whole, 0, ids)[2], whole, ids)
-    )
+    def split(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.P(axes) if jnp.ndim(x) else jax.P(), tree)
+
+    changes = jax.eval_shape(lambda whole, ids: run(whole, 0, parts, ids)[2], whole, ids)
     everywhere = jax.shard_map(
         local,
-        mesh=split.mesh,
-        in_specs=(specs, batch),
-        out_specs=(specs, batch, changes),
+        mesh=mesh,
+        in_specs=split((whole, ids)),
+        out_specs=(split(whole), jax.P(axes), split(changes)),
         check_vma=False,  # along other axes every device does the same
     )
     part, rows, changes = everywhere(whole, ids)

@@ -12,7 +12,7 @@ from jax.experimental import checkify
 
 from jslices import Exchange, FailedPreconditionError, InvalidArgumentError
 from jslices.dynamic.buckets import COUNTERS, NO_ROW, WAYS, Part, buckets_of, hashed_for
-from jslices.dynamic.devices import on_each_part, split_of
+from jslices.dynamic.devices import exchange_of, on_each_part
 from jslices.dynamic.ids import NOBODY, WORD, WideIds, is_padding
 from jslices.extend import OneOf, on_any_mesh
 
@@ -199,18 +199,18 @@ class IdMap:
         self, call: Any, caller: str, ids: Any, exchange: Exchange | None
     ) -> tuple["IdMap", jax.Array, jax.Array, Any]:
         """A method of :class:`Part`, wherever the buckets are."""
-        ids, split = _checked(caller, ids), split_of(self.low, exchange)
+        ids, exchange = _checked(caller, ids), exchange_of(self.low, WAYS, exchange)
 
         @on_any_mesh(_types)
         def run(whole: IdMap, ids: WideIds) -> Any:
             flat = WideIds(*(x.reshape(-1) for x in ids))
-            if split is None:
+            if exchange is None:
                 new, rows, changes = call(Part(whole, 0, 1), flat)
             else:
                 new, rows, changes = on_each_part(
-                    lambda part, number, ids: call(Part(part, number, split.parts), ids),
-                    lambda part, ids: Part(part, 0, split.parts).owner(ids),
-                    *(whole, flat, split),
+                    lambda part, number, parts, ids: call(Part(part, number, parts), ids),
+                    lambda part, parts, ids: Part(part, 0, parts).owner(ids),
+                    *(whole, flat, exchange),
                 )
             found = rows >= 0
             rows = jnp.where(found, rows, whole._shared_rows(flat))
@@ -312,26 +312,13 @@ def id_map(
         raise InvalidArgumentError(
             f"id_map({num_rows}): a table has at most 2**31 - 2 rows; take several maps"
         )
-    counts = after > 1 or policy == "tinylfu"
-
-    def full(size: int, value: Any) -> jax.Array:
-        return jnp.full(size, value, device=sharding)
-
-    zero = np.int32(0)
-    return IdMap(
-        low=full(size, NOBODY),
-        high=full(size, NOBODY),
-        last=full(size, zero),
-        hits=full(size if policy in ("lfu", "tinylfu") else 0, zero),
-        sightings=full(buckets * COUNTERS if counts else 0, zero),
-        step=jnp.zeros((), jnp.int32),
-        name=name,
-        policy=policy,
-        shared=shared,
-        after=after,
-        expire=expire,
-        half_life=half_life,
-    )
+    full = functools.partial(jnp.full, device=sharding)
+    hits = size if policy in ("lfu", "tinylfu") else 0
+    counters = buckets * COUNTERS if after > 1 or policy == "tinylfu" else 0
+    low, high = full(size, NOBODY), full(size, NOBODY)
+    last, used, sightings = (full(n, 0, jnp.int32) for n in (size, hits, counters))
+    arrays = low, high, last, used, sightings, jnp.zeros((), jnp.int32)
+    return IdMap(*arrays, name, policy, shared, after, expire, half_life)
 
 
 def _types(whole: IdMap, ids: WideIds) -> Any:
@@ -358,13 +345,8 @@ def _checked(caller: str, ids: Any) -> WideIds:
         low, high = map(jnp.asarray, ids)
         if low.dtype == high.dtype == WORD and low.shape == high.shape:
             return WideIds(low, high)
+    got = f"{ids.dtype}{[*ids.shape]}" if hasattr(ids, "dtype") else type(ids).__name__
     raise TypeError(
-        f"{caller} wants the ids that wide_ids makes, got {_described(ids)}; type "
+        f"{caller} wants the ids that wide_ids makes, got {got}; type "
         f"ids.{caller}(dynamic.wide_ids(...)), or pass wide_ids(...) to the jitted step"
     )
-
-
-def _described(ids: Any) -> str:
-    if hasattr(ids, "dtype"):
-        return f"{ids.dtype}{list(ids.shape)}"
-    return f"{type(ids).__name__}"
