@@ -426,7 +426,7 @@ def parameters(eqn: Equation) -> dict[str, Any]:
 def functions_behind(eqn: Equation) -> frozenset[Any]:
     """The functions of the user, or of JAX, that the parameters of an equation lead to.
 
-    JAX wraps those of a ``custom_jvp`` or ``custom_vjp`` in other closures at every call: of
+    JAX wraps those of a ``custom_jvp`` or ``custom_vjp`` in other closures at each call: of
     its own functions the code counts, and what they close over.
     """
     functions: set[Any] = set()

@@ -21,6 +21,11 @@ from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operato
 # Bags of ids in any of the forms that `embedding_lookup_sparse` takes.
 from jslices._lookup.bags import as_bags as as_bags
 
+# Lets a function that is written for one device take arrays on Explicit axes, and the types
+# of its results there where these are split as the first argument is.
+from jslices._place.boundary import like_first as like_first
+from jslices._place.boundary import on_any_mesh as on_any_mesh
+
 # What an index out of range means, and in which dtype: for tables and sums of their own.
 from jslices._rows.access import canonical_indices as canonical_indices
 from jslices._rows.access import empty_index as empty_index
@@ -54,7 +59,8 @@ from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
-# The last steps of rows, from the clock of an exact optimizer.
+# The last steps of rows, from the clock of an exact optimizer, which may be frozen.
+from jslices.optim.engine.catch_up import frozen_as as frozen_as
 from jslices.optim.engine.catch_up import last_done as last_done
 
 # The state of some rows of a table, for what goes by row numbers.
@@ -78,11 +84,14 @@ __all__ = [
     "check_mode",
     "check_slices",
     "empty_index",
+    "frozen_as",
     "human_bytes",
     "index_dtype",
     "install_command",
     "key_bits",
     "last_done",
+    "like_first",
+    "on_any_mesh",
     "opened",
     "refuse_bad_ids",
     "round_rows",

@@ -188,7 +188,7 @@ class StackedTables:
         For :func:`jslices.embedding_lookup` and its relatives, in any form.
 
         Args:
-          ids: ``[...]`` integers, rows of their tables.
+          ids: ``[...]`` integers, rows of their tables (under ``jax.jit`` of 32 bits).
           which: the table of each id: a name, for all of them; numbers of tables, of a
             shape that broadcasts to that of ``ids``; or None for ids ``[..., T]``, those of
             table t at place t of the last axis. For padded bags ``[B, T, L]``:

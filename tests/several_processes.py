@@ -19,11 +19,13 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jslices as js
 import jslices.checkpoint
+from jslices import dynamic
 
 V, D, K = 48, 12, 24
 PLACEMENTS = {"replicated": P(), "rows": P("x"), "columns": P(None, "x")}
@@ -216,6 +218,28 @@ def all_kinds(directory):
         ],
         **said,
     }
+
+
+def keyed(steps):
+    """The rows of ids that come and go, and who owns rows at last, here and elsewhere."""
+    mesh, rows = Run("rows").mesh, []
+    by_rows = NamedSharding(mesh, P("x"))
+    ids = dynamic.id_map(32, devices=4, sharding=by_rows)
+    assert sum(x.data.size for x in ids.low.addressable_shards) < ids.low.size
+    admit = jax.jit(lambda ids, batch: ids.admit(batch, exchange=js.Exchange("x")))
+    size, own = K // jax.process_count(), jax.process_index()
+    for step in range(steps):
+        wide = dynamic.wide_ids(keyed_batch(step)[own * size :][:size])
+        place = functools.partial(jax.make_array_from_process_local_data, by_rows)
+        ids, out = admit(ids, jax.tree.map(place, wide))
+        rows.append(multihost_utils.process_allgather(out.rows, tiled=True).tolist())
+    refused = error_of(ids.export)
+    ids = multihost_utils.process_allgather(ids, tiled=True)
+    return {"rows": rows, "owners": [x.tolist() for x in ids.export()], "refused": refused}
+
+
+def keyed_batch(step):
+    return np.random.default_rng(step).zipf(1.3, K).astype(np.int64) % 2**20 * 2**40 + step
 
 
 def page(directory):

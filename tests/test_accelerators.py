@@ -14,6 +14,7 @@ import pytest
 from helpers import cost_on, needs_device, slow_unless
 
 import jslices as js
+from jslices import dynamic
 from jslices.proof.targets import target
 
 V, K = 1_000_000, 2_000  # with more ids compilers take longer
@@ -279,6 +280,28 @@ def test_kernels_of_clipped_gradients_and_of_bags_on_a_gpu():
     args = table, jax.eval_shape(adam.init, table), S((K // 10, 10), jnp.int32)
     cost = cost_on("h100", bags, *args, donate_argnums=(0, 1))
     assert cost.copies == 0 and count(cost) <= 20
+
+
+@pytest.mark.parametrize("device", ["v5e", "h100"])
+def test_a_map_of_ids_copies_no_table_and_is_not_padded(device):
+    tx, row = js.adam(0.1), (64,)
+    map_ = jax.eval_shape(lambda: dynamic.id_map(V))
+    params = {"table": S((map_.num_rows, *row), jnp.float32)}
+    params, state = js.row_major((params, jax.eval_shape(tx.init, params)))
+    batch = dynamic.WideIds(S((K,), jnp.uint32), S((K,), jnp.uint32))
+
+    def step(ids, params, state, batch):
+        ids, out = ids.admit(batch)
+        new = {"table": out.fresh}, {"table": 0.0}
+        params, state = js.checkpoint.reset_rows(tx, params, state, *new)
+        return ids, *training(tx)(params, state, out.rows)
+
+    cost = cost_on(device, step, map_, params, state, batch, donate_argnums=(0, 1, 2))
+    alone = row_cost(device, tx, row)
+    assert cost.copies == 0 and cost.temp_bytes <= 4.5 * K * 64 * 4
+    assert cost.argument_bytes - alone.argument_bytes <= 2 * 12 * V
+    if device == "h100":
+        assert count(cost) - count(alone) <= 28
 
 
 def count(cost):

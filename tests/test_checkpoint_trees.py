@@ -1,6 +1,7 @@
 """Any pytree comes back as it was: dtypes, structures, shardings, memory."""
 
 import functools
+import json
 import os
 import secrets
 import time
@@ -175,6 +176,30 @@ def test_files_are_safetensors(tmp_path):
     flat = js.Saver().restore(tmp_path / "theirs")
     assert set(flat) == {"a/b", "h"} and isinstance(flat["h"], jax.Array)
     assert flat["a/b"].dtype == np.float64  # NumPy's, as JAX would make it narrower
+
+
+def test_an_index_of_safetensors_files(tmp_path):
+    """Hugging Face's, ``model.safetensors.index.json``."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tree = {"a": np.arange(6, dtype=np.float32).reshape(3, 2), "b": np.ones(2, np.int32)}
+    for name, x in tree.items():
+        safetensors.save_file({name: x}, tmp_path / f"{name}.safetensors")
+    path = tmp_path / "model.safetensors.index.json"
+    file_of = {name: f"{name}.safetensors" for name in tree}
+    path.write_text(json.dumps({"metadata": {"total_size": 32}, "weight_map": file_of}))
+    restored = js.Saver().restore(path, rows={"a": slice(1, 3)})
+    np.testing.assert_array_equal(restored["a"], tree["a"][1:])
+    np.testing.assert_array_equal(js.Saver().restore(path, {"b": tree["b"]})["b"], [1, 1])
+    for text, error, message in [
+        ('{"weight_map": {}}', js.DataLossError, "does not name the tensors that"),
+        ('{"weight_map": {"c": "b.safetensors"}}', js.DataLossError, "does not name the"),
+        ('{"weight_map": {"c": "c.safetensors"}}', js.NotFoundError, r"not there: .*c\."),
+        ("[" * 100_000, js.DataLossError, "index.json is no index of safetensors files"),
+        ('{"weight_map": [1]}', js.DataLossError, "is no index of safetensors files"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(error, match=message):
+            js.Saver().restore(path)
 
 
 def test_wide_numbers_are_not_made_narrow(tmp_path):

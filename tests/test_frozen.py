@@ -250,6 +250,21 @@ def test_rows_thaw_in_a_resized_table():
     assert (here[5] != start()["table"][5]).all()
 
 
+def test_rows_that_are_reset_stay_frozen_or_free():
+    late = js.optim.freeze_rows(js.lion(0.1, **LATE), lambda rows: rows > 4)
+    params = start()["table"]
+    params, state = late.apply(grads_of(0, False)["table"], late.init(params), params)
+    reset = np.array([1, 7])
+    params, state = js.checkpoint.reset_rows(late, params, state, reset, jnp.float32(3))
+    free = (np.asarray(state.clock.last) >= 0).tolist()
+    assert free == [True] * 5 + [False] * 4
+    for _ in range(2):
+        ids = jnp.array([1, 7])
+        grads = js.IndexedSlices(jnp.ones((2, D)), ids, (V, D))
+        params, state = late.apply(grads, *late.catch_up(params, state, ids)[::-1])
+    assert (params[7] == 3).all() and (params[1] < 2.9).all()
+
+
 def test_forms_of_frozen():
     tree = {"table": jnp.ones((V, D)), "rest": {"a": jnp.ones(2), "b": [jnp.ones(3)]}}
     grads = jax.tree.map(jnp.ones_like, tree)

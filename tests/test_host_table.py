@@ -136,7 +136,7 @@ def test_a_numpy_model(batches, overlap):
         rows, places = table.fetch(np.array(ids))
         values = np.asarray(rows.unpack()[0])
         for i, place in zip(ids, places, strict=True):
-            assert place == 4 if not 0 <= i < V else (values[place] == model[i]).all()
+            assert place == min(i, 4) if not 0 <= i < V else all(values[place] == model[i])
         rows, _ = step_adding(rows, places)
         table.store(rows)
         for i in ids:
@@ -221,6 +221,8 @@ def test_narrow_rows_that_have_a_value_keep_it():
     full = jnp.zeros(rows.unpack()[0].shape).at[:3].set(values)
     table.store(rows.pack(full, state, key))
     np.testing.assert_array_equal(table.read([1, 2, 3]), np.clip(values, -448, 448))
+    table.write([9, 8, 7], values, state, key)
+    np.testing.assert_array_equal(table.read([9, 8, 7]), np.clip(values, -448, 448))
     rows, _ = table.fetch([1])
     with pytest.raises(js.InvalidArgumentError, match=r"needs a random key.*fold_in"):
         rows.pack(rows.unpack()[0], state)
@@ -263,11 +265,50 @@ def test_rows_begin_when_they_are_fetched_and_state_begins_with_them():
 def test_ids_may_be_a_tree():
     table = js.HostTable((V, D), SGD)
     rows, places = table.fetch({"item": np.array([[7, 3], [7, V]]), "user": [9, -1]})
-    assert places["item"].tolist() == [[1, 0], [1, rows.words.shape[0]]]
-    assert places["user"].tolist() == [2, rows.words.shape[0]]
-    assert places["user"].dtype == np.int32
-    rows, places = table.fetch(jnp.array([V, -1]))
-    assert (places == rows.words.shape[0]).all()
+    assert places["item"].tolist() == [[1, 0], [1, len(rows.words)]]
+    assert places["user"].tolist() == [2, -1] and places["user"].dtype == np.int32
+    assert rows.counts.tolist() == [1, 2, 1, *[0] * (len(rows.words) - 3)]
+
+
+BATCH = [[3, -1, 7], [-7, 3, V]]
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        js.embedding_lookup,
+        functools.partial(js.embedding_lookup, padding_id=-1),
+        functools.partial(js.embedding_lookup, padding_id=-7),
+        js.embedding_lookup_sparse,
+        js.safe_embedding_lookup_sparse,
+        functools.partial(js.safe_embedding_lookup_sparse, mode="drop"),
+    ],
+)
+@pytest.mark.parametrize("before", [[1], list(range(12))])
+def test_ids_that_are_no_rows_mean_what_they_mean_in_an_array(lookup, before):
+    """Whatever room the batch before has made."""
+    table = js.HostTable((V, D), SGD, init=beginning)
+    table.fetch(before)
+    rows, places = table.fetch(BATCH)
+
+    def of(table, ids):
+        sums = lambda table: jnp.nansum(lookup(table, ids) * 2)  # noqa: E731
+        return lookup(table, ids), js.grad(sums)(table).to_dense()
+
+    (found, grads), (wanted, wanted_grads) = (
+        of(rows.unpack()[0], places),
+        of(jnp.asarray(START), jnp.asarray(BATCH)),
+    )
+    assert_same = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    assert_same(found, wanted)
+    assert_same(grads[:2], wanted_grads[jnp.array([3, 7])])
+
+
+def test_ids_beyond_32_bits_are_no_rows():
+    table = js.HostTable((V, D), SGD, size=4)
+    wide = np.array([3, 2**32 + 3, -(2**40)])
+    assert table.fetch(wide)[1].tolist() == [0, 4, -(2**31)]
+    assert table.fetch(wide.astype(np.uint64))[1].tolist() == [0, 4, 4]
 
 
 def test_a_step_is_compiled_once():
@@ -330,6 +371,144 @@ def test_catch_up_makes_up_all_missed_steps():
     np.testing.assert_allclose(*(x.read(every) for x in tables), rtol=1e-4, atol=1e-5)
 
 
+# --- rows that begin anew, come from elsewhere or go elsewhere -------------------------
+
+
+def test_rows_begin_anew():
+    tx = js.adagrad(0.1, initial_accumulator_value=0.25)
+    table, undisturbed = (js.HostTable((V, D), tx, init=beginning) for _ in range(2))
+    for each in (table, undisturbed):
+        train(each, tx, BATCHES)
+    rows = table.written_rows()
+    assert rows.tolist() == np.unique([ids for ids, _ in BATCHES]).tolist()
+    table.reset([[rows[0], rows[2]], [rows[0], V - 1]])  # the last was never fetched
+    assert table.steps == len(BATCHES)
+    assert table.written_rows().tolist() == [*rows[1:2], *rows[3:]]
+    wanted = undisturbed.read(np.arange(V))
+    wanted[rows[[0, 2]]] = START[rows[[0, 2]]]
+    np.testing.assert_array_equal(table.read(np.arange(V)), wanted)
+    now, _ = table.fetch(rows[[0, 2]])
+    assert (np.asarray(now.unpack()[1].sum_of_squares)[:2] == 0.25).all()
+    table.reset(rows[:1])
+    with pytest.raises(js.FailedPreconditionError, match=r"since the last .*reset"):
+        table.store(now)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("adamw", {"weight_decay": 0.3}),
+        ("rmsprop", {"initial_scale": 1.0}),
+        ("adamw", {"learning_rate": optimizers.SCHEDULE}),
+    ],
+    ids=optimizers.label,
+)
+def test_rows_that_begin_anew_have_missed_no_step(name, options):
+    tx = optimizer(name, {**options, "untouched": "exact"})
+    host, rows = js.HostTable((V, D), tx, init=beginning), [0, 1, V - 1]
+    params = {"table": jnp.asarray(START)}
+    state, fresh = tx.init(params), params
+
+    @jax.jit
+    def step(params, state, ids, wanted):
+        params, state = tx.catch_up(params, state, {"table": ids})
+        grads = js.grad(lambda params: loss(params["table"], ids, wanted))(params)
+        return tx.apply(grads, state, params)
+
+    for part in (BATCHES[:3], BATCHES[3:]):
+        for ids, labels in part:
+            params, state = step(params, state, ids, labels)
+        train(host, tx, part)
+        sources = {"table": np.where(np.isin(np.arange(V), rows), -1, np.arange(V))}
+        params, state = js.checkpoint.resize_rows(tx, params, state, fresh, sources)
+        host.reset(rows)
+        np.testing.assert_array_equal(host.read(rows), START[rows])
+        ids, labels = BATCHES[0]
+        params, state = step(params, state, ids, labels)
+        train(host, tx, BATCHES[:1])
+    wanted = tx.flush(params, state)[0]["table"]
+    np.testing.assert_allclose(host.read(np.arange(V)), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_some_rows_in_another_order(tmp_path):
+    tx = js.adam(0.1)
+    table = js.HostTable((V, D), tx, init=beginning)
+    train(table, tx, BATCHES)
+    rows = np.array([5, 0, 0, 3])
+    table.save(tmp_path / "some", rows=rows)
+    with js.HostTable((4, D), tx, tmp_path / "some") as some:
+        np.testing.assert_array_equal(some.read([0, 1, 2, 3]), table.read(rows))
+        assert some.steps == table.steps
+        for each, ids in ((some, [3, 0]), (table, [3, 5])):
+            train(each, tx, [(np.array(ids), np.ones(2, np.float32))])
+        np.testing.assert_array_equal(some.read([3, 0]), table.read([3, 5]))
+    for wrong, message in (([0, V], "got row 40 of rows 0 to 39"), ([], r"shape=\(0,\)")):
+        with pytest.raises(js.InvalidArgumentError, match=message):
+            table.save(tmp_path / "none", rows=np.array(wrong, int))
+    assert os.listdir(tmp_path) == ["some"]
+
+
+@pytest.mark.parametrize("untouched", ["lazy", "exact"])
+def test_a_table_that_was_trained_in_memory(untouched, tmp_path):
+    tx = js.adam(0.1, untouched=untouched)
+    params, state = jnp.asarray(START), tx.init(jnp.asarray(START))
+    for ids, wanted in BATCHES[:3]:
+        params, state = tx.catch_up(params, state, ids)
+        grads = js.grad(loss)(params, ids, wanted)
+        params, state = tx.apply(grads, state, params)
+    with js.HostTable((V, D), tx, tmp_path / "table") as table:
+        for rows in (np.arange(V)[::-3], np.arange(V)[1::3], np.arange(V)[2::3]):
+            part = [
+                x[rows] if x.ndim and len(x) == V else x for x in jax.tree.leaves(state)
+            ]
+            table.write(rows, params[rows], jax.tree.structure(state).unflatten(part))
+        assert table.steps == 0 and len(table.written_rows()) == V
+        train(table, tx, BATCHES[3:])
+        found = table.read(np.arange(V))
+    wanted = train_in_memory(jnp.asarray(START), tx, BATCHES)[1]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_of_another_library():
+    tx, moments = js.adam(0.1), np.float32([[[0.5]], [[0.25]]]) * np.ones((2, V, D), "f4")
+    slots = {"table": dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+    params = {"table": START}
+    state = js.checkpoint.import_state(tx, params, slots, count=7)
+    table = js.HostTable((V, D), tx)
+    flat = jax.tree.leaves(state)
+    of_array = jax.tree.structure(tx.init(START)).unflatten(flat)
+    table.write(np.arange(V), START, of_array)
+    rows, _ = table.fetch([3, 5])
+    params, found = rows.unpack()
+    assert int(found.count) == 7 and (found.mu[:2] == 0.5).all()
+    np.testing.assert_array_equal(params[:2], START[[3, 5]])
+    with pytest.raises(js.InvalidArgumentError, match=r"count 0, and the table has 7.*new"):
+        table.write([1], START[:1], tx.init(START[:1]))
+    for ids, wrong, message in [
+        ([1, 1], START[:2], r"write\(.* got a row twice"),
+        ([1, 2], START[:1], "got 1 rows, and these are 2"),
+        ([1, V], START[:2], r"write\(.* got row 40"),
+        ([1], START[:1].tolist(), r"table as float64\[1, 3\].*float32"),
+    ]:
+        like = jax.tree.map(
+            lambda x, wrong=wrong: x[: len(wrong)] if x.ndim else x, of_array
+        )
+        with pytest.raises(js.InvalidArgumentError, match=message):
+            table.write(ids, wrong, like)
+
+
+def test_word_vectors_of_a_table_larger_than_memory(tmp_path):
+    """They are read part by part."""
+    table = js.HostTable((9000, 64), SGD, init=lambda ids: ids[:, None] * np.ones(64))
+    words = [f"w{i}" for i in range(9000)]
+    read, sizes = table.read, []
+    table.read = lambda ids: sizes.append(len(ids)) or read(ids)
+    js.checkpoint.save_word_vectors(tmp_path / "all.vec", words, table)
+    found = js.checkpoint.load_word_vectors(tmp_path / "all.vec")
+    assert found.words == words and max(sizes) < 5000
+    assert (found.vectors == np.arange(9000)[:, None]).all()
+
+
 # --- files ----------------------------------------------------------------------------
 
 
@@ -389,6 +568,30 @@ def test_other_files_are_refused_and_left_alone(tmp_path):
         with pytest.raises(js.InvalidArgumentError, match=r"holds a table with .*rows.*40"):
             js.HostTable(shape, tx, path)
     assert path.read_bytes() == before
+
+
+def test_another_optimizer_than_the_last_time_is_said(tmp_path):
+    path, open_with = tmp_path / "t", lambda tx: js.HostTable((V, D), tx, path).close()
+    for _ in range(2):
+        open_with(js.adam(0.1, untouched="exact"))
+        open_with(js.adam(0.1, 0.9, untouched="exact"))
+    with pytest.warns(
+        UserWarning, match=r"t was last open with another .* than adam\(.*0.2"
+    ):
+        open_with(js.adam(0.2, untouched="exact"))
+    open_with(js.adam(0.2, untouched="exact"))
+    path.unlink()
+    for learning_rate in (0.1, 0.1, 0.2):  # of Optax they are not known
+        open_with(optax.adam(learning_rate))
+    path.unlink()
+    chained = js.optim.chain(js.optim.clip_row_norms(1.0), js.sgd(0.1))
+    open_with(chained)
+    open_with(js.optim.chain(js.optim.clip_row_norms(1.0), js.sgd(0.1)))
+    other = js.optim.chain(js.optim.clip_row_norms(2.0), js.sgd(0.1))
+    saved = js.HostTable((V, D), other)
+    with pytest.warns(UserWarning, match=r"than chain\(.*max_norm=2.0.*sgd"):
+        saved.restore(path)
+    open_with(chained)
 
 
 def test_save_and_restore(tmp_path):
@@ -455,6 +658,35 @@ for number in range(60):
     seen.append(anonymous())
 print(json.dumps([os.path.getsize(sys.argv[1]) / 2**30, seen[10], seen[-1]]))
 """
+
+
+def kind_of_file_system(path):
+    said = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True)
+    return said.stdout.strip()
+
+
+def test_a_sparse_file_may_be_larger_than_the_disk(tmp_path):
+    if kind_of_file_system(tmp_path) in ("", "tmpfs"):
+        pytest.skip("needs a disk with sparse files")
+    rows = 2 * shutil.disk_usage(tmp_path).free // 4 // 2**20
+    with js.HostTable((rows, 2**20), SGD, tmp_path / "table", init=1.0) as table:
+        rows, _ = table.fetch([3, 5])
+        table.store(rows)
+        assert os.stat(tmp_path / "table").st_blocks * 512 < 2**24
+    assert os.stat(tmp_path / "table").st_size > shutil.disk_usage(tmp_path).free
+
+
+def test_copies_are_sparse(tmp_path):
+    """Rows that never began, or begin anew, take no room in them."""
+    with js.HostTable((100_000, 64), SGD, tmp_path / "table") as table:
+        rows, _ = table.fetch(np.r_[:4000, 7, 50_000, 99_999])
+        table.store(rows)
+        table.reset(np.arange(20, 4000))
+        table.save(tmp_path / "copy")
+        table.grow(200_000)
+        assert table.written_rows().tolist() == [*range(20), 50_000, 99_999]
+    for name in ("table", "copy"):
+        assert os.stat(tmp_path / name).st_blocks * 512 < 2**16
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 
 import jslices as js
+from jslices.tables import StackedTables
 
 # --- check_ids --------------------------------------------------------------------------
 
@@ -111,6 +112,10 @@ def test_64_bit_numbers_stay_out_of_range():
     np.testing.assert_array_equal(js.scatter_add(table, wide, 1.0), [0, 1, 2, 4, 4])
     huge = np.array([2**63 + 1], np.uint64)
     np.testing.assert_array_equal(js.scatter_add(table, huge, 1.0), table)
+    grads = js.grad(lambda table, ids: js.embedding_lookup(table, ids).sum())(table, wide)
+    np.testing.assert_array_equal(grads.to_dense(), [0, 0, 0, 1, 0])
+    tables = StackedTables({"a": (2,), "b": (3,)})
+    np.testing.assert_array_equal(tables.rows(wide[[0, 0]]), [5, 5])
 
 
 def test_reads_and_writes_know_the_same_modes():

@@ -8,6 +8,8 @@ parameters after one and after three more of their steps.
 import functools
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -308,6 +310,43 @@ def test_a_parameter_that_was_never_stepped_starts_anew():
         total = import_state(tx, params, slots, STEPS).sum_of_squares
         assert (total["w"] == 0.5).all()
         np.testing.assert_array_equal(total["table"], arrays["optimizer.0.sum"])
+
+
+@pytest.mark.parametrize("untouched", ["lazy", "exact"])
+def test_a_single_array_is_as_one_in_a_tree(untouched):
+    table, slots = ones(5, 2), {"m": 0.5 * ones(5, 2), "v": 0.25 * ones(5, 2)}
+    tx = js.optim.chain(js.optim.clip_global_norm(1.0), js.adam(0.1, untouched=untouched))
+    for its_slots in (slots, None):
+        state = import_state(tx, table, its_slots, 7)
+        in_tree = import_state(tx, {"table": table}, {"table": its_slots}, 7)
+        both = jax.tree.leaves(state), jax.tree.leaves(in_tree)
+        jax.tree.map(np.testing.assert_array_equal, *both)
+        tx.apply(js.grad(lambda t: t[jnp.array([1])].sum())(table), state, table)
+
+
+MEMORY = """
+import resource, sys
+import jax.numpy as jnp, numpy as np, jslices as js
+def imported(rows):
+    params, array = {"table": jnp.ones((rows, 128))}, np.ones((rows, 128), "float32")
+    slots = {"table": {"m": array, "v": array}}
+    state = js.checkpoint.import_state(js.adam(0.1), params, slots, 7)
+    return state.nu["table"].block_until_ready(), array
+def peak():
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+imported(3)
+before = peak()
+array = imported(250_000)[1]
+print((peak() - before) / array.nbytes)
+"""
+
+
+@pytest.mark.slow
+def test_a_state_is_imported_in_twice_its_memory():
+    """Beside the parameters and the slots, which are one array here."""
+    peak = subprocess.check_output([sys.executable, "-c", MEMORY], text=True)
+    assert float(peak) < 1 + 1 + 2 * 2 + 0.5
 
 
 def test_slots_are_placed_as_their_parameters_are():

@@ -255,8 +255,13 @@ def test_errors():
     other = js.IndexedSlices(rows.values, rows.indices, (V + 1, D))
     with pytest.raises(ValueError, match=r"slices of an array of shape \(12, 3\) where"):
         tx.update({**good, "table": other}, state, PARAMS)
-    with pytest.raises(ValueError, match=r"tx.init got one of shape \(12, 3\)"):
-        tx.init({**PARAMS, "table": jnp.zeros((V + 1, D))})
+    taller, wider = (
+        {**PARAMS, "table": jnp.zeros(shape)} for shape in ((V + 1, D), (V, D + 1))
+    )
+    with pytest.raises(ValueError, match=r"shape \(11, 3\).* \(12, 3\)"):
+        tx.update(good, tx.init(taller), taller)
+    with pytest.raises(ValueError, match=r"tx.init got one of shape \(11, 4\)"):
+        tx.init(wider)
     scaled = jax.tree.map(lambda x: jnp.zeros(x.shape), good)
     with pytest.raises(TypeError, match=r"not row numbers any more"):
         tx.update(scaled, state, PARAMS)

@@ -95,6 +95,24 @@ def copies_of_a_table(disk, folder):
     disk.promise(1)
 
 
+def changed_rows(disk, folder):
+    """Reset, and written."""
+    disk.promise(None, 0)
+    table, now = opened(folder / "table"), 0
+    for then, change in (
+        (1, lambda: step(table, IDS)),
+        (0, lambda: table.reset(IDS)),
+        (7, lambda: table.write(IDS, np.full((len(IDS), D), 7, "f4"), TX.init(0))),
+        (0, lambda: table.reset(IDS)),
+        (1, lambda: step(table, IDS)),
+    ):
+        disk.promise(now, then, loss=True)
+        change()
+        flushed(disk, table, then)
+        now = then
+    table.close()
+
+
 def start_anew(folder):
     """Lets journals be of another start of the machine."""
     for journal in folder.rglob("*-journal"):
@@ -102,7 +120,14 @@ def start_anew(folder):
             journal.write_bytes(on_another_boot(journal.read_bytes()))
 
 
-def check_table(folder, promise):
+def value_of_rows(table, ids):
+    rows = table.read(np.arange(V))
+    assert not np.delete(rows, ids, 0).any()
+    (value,) = {*rows[list(ids)].ravel().tolist()}
+    return value
+
+
+def check_table(folder, promise, read=check_whole):
     """All steps that were flushed are there, or an error says that some are mixed."""
     start_anew(folder)
     path = folder / "table"
@@ -113,7 +138,7 @@ def check_table(folder, promise):
     rows = next((n for n in (V + 5, V + 6) if b'"rows": %d,' % n in text), V)
     try:
         with opened(path, rows) as table:
-            assert check_whole(table, IDS) in promise.values
+            assert read(table, IDS) in promise.values
             table.save(folder / "copy")  # cleans up
     except js.DataLossError as error:
         assert promise.loss and str(path) in str(error)
@@ -252,6 +277,7 @@ SCENARIOS = {
     "steps": (steps_of_a_table, check_table, reopen),
     "overlap": (functools.partial(steps_of_a_table, overlap=True), check_table, reopen),
     "copies": (copies_of_a_table, check_table, None),
+    "rows": (changed_rows, functools.partial(check_table, read=value_of_rows), None),
     "two": (two_tables, check_two, reopen_both),
     "two, overlap": (functools.partial(two_tables, overlap=True), check_two, reopen_both),
 }

@@ -18,9 +18,10 @@ import pytest
 from forked import Origin
 from helpers import assert_close
 from quick_flags import quick_flags
-from several_processes import PLACEMENTS, on_one_device, page, resume
+from several_processes import PLACEMENTS, keyed_batch, on_one_device, page, resume
 
 import jslices as js
+from jslices import dynamic
 
 #: What ``jax.distributed.initialize`` is told where a process dies.
 HEARTBEAT = {"heartbeat_timeout_seconds": 6}
@@ -129,6 +130,19 @@ def test_the_page_of_docs_is_true_for_several_processes(tmp_path):
     assert len(set(wanted["losses"])) == 4
     for (said,) in run(2, 4, "page", directory=str(tmp_path / "two")):
         np.testing.assert_allclose(said["losses"], wanted["losses"], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_map_of_ids_is_that_of_one_process():
+    both = run(2, 2, "keyed", steps=3)
+    ids, rows = dynamic.id_map(32, devices=4), []
+    for step in range(3):
+        ids, out = ids.admit(dynamic.wide_ids(keyed_batch(step)))
+        rows.append(out.rows.tolist())
+    for (said,) in both:
+        assert said["rows"] == rows
+        assert said["owners"] == [x.tolist() for x in ids.export()]
+        assert "only a part of the map; gather it first" in said["refused"]
 
 
 # --- one of them fails ----------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_import_brings_nothing_but_jax_and_numpy():
 
 
 SATELLITES = ("_host_table", "proof", "accumulators", "checkpoint", "testing", "tf1")
-IMPORTED_BY_THEMSELVES = ("bench", "demo", "keras", "tables")
+IMPORTED_BY_THEMSELVES = ("bench", "demo", "dynamic", "keras", "tables")
 
 
 def test_satellites_load_when_they_are_used():

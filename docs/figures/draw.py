@@ -2,9 +2,10 @@
 
 import exchange
 import gradient
+import keyed
 import speed
 import step
 
 if __name__ == "__main__":
-    for module in (gradient, step, exchange, speed):
+    for module in (gradient, step, exchange, speed, keyed):
         module.main()

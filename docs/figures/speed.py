@@ -9,8 +9,7 @@ import pathlib
 import re
 import statistics
 
-from matplotlib import pyplot
-from style import INKS, plain, save
+from style import between, plot
 
 ROOT = pathlib.Path(__file__).parents[2]
 OURS, KEPT, DENSE = "jslices", "jslices, memory kept", "Optax dense"
@@ -125,10 +124,7 @@ def h100():
 def fill(page):
     """The page with the tables between its marks."""
     for table in (machine, dense, peers, unkept, h100):
-        begin = f"<!-- made by docs/figures/speed.py: {table.__name__} -->\n"
-        before, rest = page.split(begin)
-        after = rest.partition("<!-- end -->")[2]
-        page = f"{before}{begin}\n{table()}\n\n<!-- end -->{after}"
+        page = between(page, f"speed.py: {table.__name__}", table())
     return page
 
 
@@ -161,25 +157,13 @@ def picture(axes, ink):
 def main():
     page = ROOT / "docs" / "speed.md"
     page.write_text(fill(page.read_text()))
-    for theme, ink in INKS.items():
-        colors = {
-            "axes.edgecolor": ink.line,
-            "axes.labelcolor": ink.muted,
-            "axes.titlesize": 11,
-            "xtick.color": ink.muted,
-            "ytick.color": ink.muted,
-        }
-        with pyplot.rc_context({**plain, **colors}):
-            figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.9))
-            for part in axes:
-                part.set(xscale="log", yscale="log", facecolor="none")
-                part.minorticks_off()
-                part.spines[["top", "right"]].set_visible(False)
-            picture(axes, ink)
-            for part in axes:
-                part.minorticks_off()
-            figure.tight_layout(w_pad=3)
-            save(figure, pathlib.Path(__file__).parent / f"speed-{theme}.svg")
+
+    def logarithmic(axes, ink):
+        for part in axes:
+            part.set(xscale="log", yscale="log")
+        picture(axes, ink)
+
+    plot("speed", 2, (8.6, 3.9), logarithmic)
 
 
 if __name__ == "__main__":

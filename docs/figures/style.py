@@ -55,6 +55,36 @@ def draw(name, width, height, picture):
             save(figure, HERE / f"{name}-{theme}.svg")
 
 
+def plot(name, columns, size, picture):
+    """The same of plots side by side, of so many inches; ``picture(axes, ink)``."""
+    for theme, ink in INKS.items():
+        colors = {
+            "axes.edgecolor": ink.line,
+            "axes.labelcolor": ink.muted,
+            "axes.titlesize": 11,
+            "xtick.color": ink.muted,
+            "ytick.color": ink.muted,
+        }
+        with pyplot.rc_context({**plain, **colors}):
+            figure, axes = pyplot.subplots(1, columns, figsize=size)
+            for part in axes:
+                part.set(facecolor="none")
+                part.spines[["top", "right"]].set_visible(False)
+            picture(axes, ink)
+            for part in axes:
+                part.minorticks_off()
+            figure.tight_layout(w_pad=3)
+            save(figure, HERE / f"{name}-{theme}.svg")
+
+
+def between(page, mark, text):
+    """The page with a text between the marks that name what makes it."""
+    begin = f"<!-- made by docs/figures/{mark} -->\n"
+    before, rest = page.split(begin)
+    after = rest.partition("<!-- end -->")[2]
+    return f"{before}{begin}\n{text}\n\n<!-- end -->{after}"
+
+
 def save(figure, path):
     figure.savefig(path, transparent=True, metadata={"Date": None})
     pyplot.close(figure)

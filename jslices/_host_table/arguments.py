@@ -9,18 +9,30 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
+from jslices.extend import Number
 
 
-def numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number distinct rows: their ids int64 ``[n]``, sorted, and each id's number or -1.
+def numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Number distinct rows, int64 ``[n]``, ascending: ``(rows, places, counts)``.
 
-    The numbers are int32 ``[K]``.
+    Places int32 ``[K]`` say which is that of each id: n for one that is too large, and a
+    negative one is its own, so that it stays padding. Counts are int32 ``[n]``.
     """
-    inside = (ids >= 0) & (ids < num_rows)
-    distinct, inverse = np.unique(ids[inside], return_inverse=True)
-    numbers = np.full(ids.shape, -1, np.int32)
-    numbers[inside] = inverse
-    return distinct.astype(np.int64), numbers
+    inside, negative = (ids >= 0) & (ids < num_rows), ids < 0
+    rows, inverse, counts = np.unique(ids[inside], return_inverse=True, return_counts=True)
+    places = np.full(ids.shape, len(rows), np.int32)
+    places[negative] = np.maximum(ids[negative].astype(np.int64), np.iinfo(np.int32).min)
+    places[inside] = inverse
+    return rows.astype(np.int64), places, counts.astype(np.int32)
+
+
+def checked_rows(call: str, ids: ArrayLike, num_rows: int) -> np.ndarray:
+    """Row numbers int64 ``[n]`` of a call that wants no others."""
+    rows = checked_ids(ids).reshape(-1)
+    wrong = rows[(rows < 0) | (rows >= num_rows)]
+    if len(wrong):
+        raise InvalidArgumentError(f"{call} got row {wrong[0]} of rows 0 to {num_rows - 1}")
+    return rows.astype(np.int64)
 
 
 def checked_ids(ids: ArrayLike) -> np.ndarray:
@@ -78,12 +90,8 @@ def check_stored(stored: DTypeLike | None, dtype: np.dtype[Any]) -> None:
 
 
 def check_options(size: object, device: object, overlap: object) -> None:
-    is_int = isinstance(size, int | np.integer) and not isinstance(size, bool)
-    if size is not None and (not is_int or size < 1):  # type: ignore[operator]
-        raise InvalidArgumentError(
-            f"HostTable(size={size!r}): wanted room for the distinct rows of a batch, an "
-            "integer of 1 at least, or None"
-        )
+    if size is not None:
+        Number(at_least=1, integer=True).check("HostTable", "size", size)
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
         raise TypeError(
             f"HostTable(device={device!r}): wanted a device or a sharding; type "

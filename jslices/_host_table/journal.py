@@ -163,7 +163,7 @@ class Journal:
     def write(self, parts: Sequence[storage.Part]) -> None:
         """Write to some tables. Nothing may be unfinished."""
         for part in parts:
-            part.records.reserve(part.new)
+            part.records.reserve(part.rows)
         of_files = [part for part in parts if isinstance(part.records, storage.FileRecords)]
         head = self._write_body(of_files) if of_files else None
         self.do(functools.partial(self._apply, head, parts))

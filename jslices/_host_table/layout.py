@@ -90,8 +90,8 @@ class Layout:
                 raise InvalidArgumentError(
                     f"rows.pack(table, state) got {field.name} as {x.dtype}"
                     f"{list(jnp.shape(x))}, and the rows hold it as {dtype}"
-                    f"{[height, *field.shape]}: pass what tx.apply returned for the arrays "
-                    "of rows.unpack()"
+                    f"{[height, *field.shape]}: pass what tx.init or tx.apply returned for "
+                    "these rows"
                 )
         columns = [_as_words(x, self.word) for x in (narrow(table), *rows)]
         written = jnp.ones((height, 1), self.word)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import struct
+import warnings
 
 from jslices import DataLossError, FailedPreconditionError, NotFoundError
 from jslices._host_table import records as storage
@@ -42,6 +43,14 @@ def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:
         form.check(lock)
         settle(lock, form)
         records = FileRecords(path, lock, form)
+        before = records.id[8:].tobytes()
+        if any(before) and any(form.optimizer) and before != form.optimizer:
+            warnings.warn(
+                f"{path} was last open with another optimizer than {form.tx}: if that is "
+                "not meant, or rows have missed steps of the former (untouched='exact'), "
+                "open it with that one, and call table.catch_up()",
+                stacklevel=4,
+            )
     if make:
         records.renew()
     return records

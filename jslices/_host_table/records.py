@@ -6,20 +6,20 @@
     records       ``[V, words]``; those of rows that never began are zero
 
 ``done`` counts the writes that are in the records, and ``in_progress`` is one more during a
-write. ``id`` is random, and a new one whenever the file is made or opened: it tells which
-journal belongs to the file (``journal.py``). A file gets its name when all of it is
-written, so its length is always the one that its description says.
+write. ``id`` is a new one whenever the file is made or opened: 8 random bytes, which tell
+what journal belongs to the file (``journal.py``), then a hash of the optimizer's call, zero
+if that is not known. A file gets its name when all of it is written, so its length is
+always the one that its description says.
 """
 
 import contextlib
-import errno
+import hashlib
 import io
 import json
 import mmap
 import operator
 import os
 import re
-import shutil
 import stat
 import struct
 import warnings
@@ -32,7 +32,6 @@ from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Field, Layout
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
-from jslices.extend import human_bytes
 
 try:
     import fcntl
@@ -117,7 +116,6 @@ class Part(NamedTuple):
     rows: np.ndarray  #: int64 ``[n]``, distinct rows.
     words: np.ndarray  #: ``[n, words]``, their records.
     shared: Sequence[np.ndarray]  #: the values that all rows share.
-    new: np.ndarray  #: those of ``rows`` that may never have been written.
 
 
 class Records:
@@ -130,7 +128,7 @@ class Records:
         self.done = np.zeros((), np.int64)  #: the number of the last write.
 
     def reserve(self, rows: np.ndarray) -> None:
-        """Make room for the records of rows that may be new."""
+        """Make room for the records of those of some rows that are new."""
 
     def apply(self, part: Part) -> None:
         """Write some rows, and the values that all rows share; the same if done again."""
@@ -153,13 +151,22 @@ class Records:
         """Let others open the file, if there is one."""
 
 
-def copy_records(source: Records, target: Records) -> None:
-    """Copy records block by block, except rows that began in neither."""
-    for part in row_blocks(source.array.shape, source.array.itemsize):
-        words = source.array[part]
-        if words.any() or target.array[part].any():
-            target.put(part.start, words)
+def copy_records(source: Records, target: Records, rows: np.ndarray | None = None) -> None:
+    """Copy records, or those of some rows; rows that never began take no whole page."""
+    gap = max(1, PAGE // (source.array.shape[1] * source.array.itemsize))
+    for part in row_blocks(target.array.shape, target.array.itemsize):
+        words = source.array[part if rows is None else rows[part]]
+        began = words[:, -1] | target.array[part][: len(words), -1]
+        for run in _runs(np.flatnonzero(began), gap):
+            target.put(part.start + run.start, words[run])
     target.set_shared(source.shared)
+
+
+def _runs(rows: np.ndarray, gap: int = 1) -> list[slice]:
+    """Ascending row numbers as slices, with those between two that are so close."""
+    firsts = np.flatnonzero(np.diff(rows, prepend=-1 - gap) > gap)
+    starts, stops = rows[firsts], rows[np.append(firsts, len(rows))[1:] - 1] + 1
+    return [slice(*pair) for pair in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 class Offsets(NamedTuple):
@@ -214,7 +221,9 @@ class FileForm:
         size = _DONE.itemsize + sum(x.nbytes for x in shared)
         self.head = _description(layout, num_rows, size)
         self.at = offsets_in(self.head)
-        self.words, self.word = layout.words, layout.word
+        self.words, self.word, self.tx = layout.words, layout.word, layout.tx
+        call = re.sub(" at 0x[0-9a-f]+", "", self.tx.call or "").encode()
+        self.optimizer = hashlib.blake2b(call, digest_size=8).digest() if call else bytes(8)
 
     def check(self, file: File) -> None:
         """Refuse a file of another kind or table, and one that was cut off or extended."""
@@ -281,19 +290,13 @@ class FileRecords(Records):
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
-        self.id[...] = np.frombuffer(os.urandom(16), np.uint8)
+        self.id[...] = np.frombuffer(os.urandom(8) + self.form.optimizer, np.uint8)
 
     def reserve(self, rows: np.ndarray) -> None:
         # On a full disk a write through the map ends in SIGBUS, so a call first fills new
         # rows, which may be holes in the file, with zeros.
-        new = rows[self.array[rows, -1] == 0] if len(rows) else rows
-        if not len(new):
-            return
-        starts = np.flatnonzero(np.diff(new, prepend=-2) != 1)
-        lengths = np.diff(starts, append=len(new))
-        zeros = np.zeros((max(lengths), self.form.words), self.form.word)
-        for start, length in zip(new[starts].tolist(), lengths.tolist(), strict=True):
-            self.put(start, zeros[:length])
+        for run in _runs(rows[self.array[rows, -1] == 0]):
+            self.put(run.start, np.zeros_like(self.array[run]))
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number
@@ -349,7 +352,6 @@ class FileRecords(Records):
 def make(path: str, form: FileForm) -> FileRecords:
     """Make a file under a temporary name, locked; ``publish`` gives it its own."""
     clean(path)
-    _check_room(path, form.at.size)
     temporary = files.temporary_path(path, files.new_id())
     lock = File(files.open_new(temporary), "r+")
     try:
@@ -358,7 +360,7 @@ def make(path: str, form: FileForm) -> FileRecords:
             os.ftruncate(lock.fileno(), form.at.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
         lock.write_at(form.at.state, state)
-        lock.write_at(form.at.mark, _MARK.pack(os.urandom(16), 0))
+        lock.write_at(form.at.mark, _MARK.pack(os.urandom(8) + form.optimizer, 0))
         lock.write_at(0, form.head)
         return FileRecords(temporary, lock, form, temporary=True)
     except BaseException:
@@ -441,18 +443,6 @@ def _is_in_memory(file: File) -> bool:
             if fields[2] == f"{os.major(device)}:{os.minor(device)}":
                 return fields[fields.index("-") + 1] == "tmpfs"
     return False
-
-
-def _check_room(path: str, size: int) -> None:
-    """Refuse to begin a file for which the disk has no room, as its pages come later."""
-    free = shutil.disk_usage(os.path.dirname(path)).free
-    if free < size:
-        raise OSError(
-            errno.ENOSPC,
-            f"a HostTable of {human_bytes(size)} has no room on a disk with "
-            f"{human_bytes(free)} left",
-            path,
-        )
 
 
 def _description(layout: Layout, num_rows: int, state: int) -> bytes:

@@ -29,14 +29,16 @@ class HostRows:
       numbers: ``[U]`` integers, the numbers of the rows in the table, 0 for empty ones.
       num_rows: V.
       layout: the layout of a record.
+      counts: int32 ``[U]``, how many ids named each row; 0 for an empty one.
     """
 
-    words: Any  # like the next three of NumPy until they are put on a device
+    words: Any  # like the other arrays of NumPy until they are put on a device
     shared: tuple[Any, ...]
     ticket: Any
     numbers: Any
     num_rows: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
+    counts: Any = None
 
     def unpack(self) -> tuple[jax.Array, State]:
         """The rows and the optimizer's state of them, as arrays; for use under ``jit``.
@@ -100,47 +102,53 @@ class HostRows:
         return dataclasses.replace(self, words=words, shared=tuple(shared))
 
 
-class Fetched(NamedTuple):
-    """Rows that are on the device."""
-
-    ticket: int  #: of the fetch
-    rows: np.ndarray  #: int64 ``[n]``, distinct
-    new: np.ndarray  #: those that were never written
-
-
 class Stored(NamedTuple):
     """Rows that were stored; the device may still be computing them."""
 
     records: Records
-    fetched: Fetched
+    ticket: int  #: of their fetch
+    rows: np.ndarray  #: int64 ``[n]``, distinct
     words: HostRows
 
     def part(self) -> Part:
-        if int(self.words.ticket) != self.fetched.ticket:
+        if int(self.words.ticket) != self.ticket:
             raise FailedPreconditionError(
                 "store(rows) got the rows of an earlier fetch, or of another table: store "
                 "those of a batch before the next one is fetched, by this thread or by "
                 "another. They were not written"
             )
-        words = np.asarray(self.words.words)[: len(self.fetched.rows)]
+        words = np.asarray(self.words.words)[: len(self.rows)]
         steps = np.asarray(self.records.shared[0] + 1)
         shared = [steps, *(np.asarray(x) for x in self.words.shared)]
-        _, rows, new = self.fetched
         number = int(self.records.done) + 1
-        return Part(self.records, number, rows, words, shared, new)
+        return Part(self.records, number, self.rows, words, shared)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def initial_records(layout: Layout, start: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-    """Records of rows ``[n, *D]`` that were never stepped, and the shared values."""
+def initial_records(
+    layout: Layout, start: jax.Array, shared: Any = None
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Records of rows ``[n, *D]`` that begin, and the values that all rows share."""
+    narrow = layout.fields[0].dtype
 
     def free(path: Any, x: jax.Array) -> jax.Array:  # which are frozen is not known here
         is_clock = jax.tree_util.keystr(path).endswith(".clock.last")
         return last_done(x) if is_clock else x
 
-    state = jax.tree_util.tree_map_with_path(free, layout.tx.init(start))
-    narrow = layout.fields[0].dtype
-    return layout.pack(start, state, lambda table: table.astype(narrow))
+    def records_of(state: State) -> tuple[jax.Array, list[jax.Array]]:
+        state = jax.tree_util.tree_map_with_path(free, state)
+        return layout.pack(start, state, lambda table: table.astype(narrow))
+
+    packed = records_of(layout.tx.init(start))
+    if shared is None:
+        return packed  # they begin with the table; the others now, and have missed no step
+    _, state = layout.unpack(packed[0], shared)
+    _, later = layout.tx.flush(start, state)
+
+    def begun(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+        return new if ".clock" in jax.tree_util.keystr(path) else old
+
+    return records_of(jax.tree_util.tree_map_with_path(begun, state, later))
 
 
 @jax.jit

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -22,9 +23,9 @@ from jslices._host_table import rows as on_device
 from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
-from jslices._host_table.rows import Fetched, HostRows, Stored
+from jslices._host_table.rows import HostRows, Stored
 from jslices.checkpoint.boxes import row_blocks
-from jslices.extend import PyTree, as_transformation
+from jslices.extend import PyTree, State, as_transformation
 
 #: Numbers of all tables' fetches, so that none takes the rows of another for its own.
 _TICKETS = itertools.count(1)
@@ -80,12 +81,11 @@ class HostTable(Journaled):
       FailedPreconditionError: for a file that is open already.
       DataLossError: for a file that was cut off, one that a failure of the machine has left
         with rows of several steps, or a journal beside it that is another's.
-      OSError: for a file that cannot be made, or for which the disk has no room.
+      OSError: for a file that cannot be made.
 
     Untouched rows: as the optimizer has it. With ``untouched="exact"`` rows catch up on the
     device whenever they are fetched or read. Duplicate ids share a row, and their gradients
-    add. An id that is out of range gets the number U, which is out of range of the rows on
-    the device.
+    add. What an id out of range reads is up to the lookup, as in an array: see ``fetch``.
 
     Cost: a step sorts K ids, and reads, copies to the device and back, and writes ``U``
     records of ``*D`` elements and their state. Host memory: ``V`` records, or what the
@@ -98,7 +98,7 @@ class HostTable(Journaled):
       >>> @functools.partial(jax.jit, donate_argnums=0)
       ... def step(rows, w, ids, labels):
       ...     def loss(table):
-      ...         return ((table[ids] @ w - labels) ** 2).mean()
+      ...         return ((js.embedding_lookup(table, ids) @ w - labels) ** 2).mean()
       ...     table, state = rows.unpack()
       ...     value, grads = js.value_and_grad(loss)(table)
       ...     table, state = tx.apply(grads, state, table)
@@ -157,7 +157,7 @@ class HostTable(Journaled):
         )
         self._seat = Journal([records]), 0
         #: Of the last fetch, until its rows are stored.
-        self._fetched: Fetched | None = None
+        self._fetched: tuple[int, np.ndarray] | None = None
 
     @property
     def _records(self) -> storage.Records:
@@ -186,8 +186,11 @@ class HostTable(Journaled):
         Returns:
           ``(rows, places)``: ``rows`` replaces the table in a step; ``rows.unpack()`` gives
           an array ``[U, *D]`` and the optimizer's state, ``rows.pack(table, state)`` the
-          rows to store. ``places``, a pytree like ``ids`` of int32, says where in this
-          array the row of each id is, U for an id that is out of range.
+          rows to store; ``rows.counts`` says how many ids named each. ``places``, a pytree
+          like ``ids`` of int32, says where in this array the row of each id is: U for an id
+          of V or more, so that :func:`jslices.embedding_lookup` gives NaN; and a negative
+          id stays what it is, padding. Do not read them by ``array[places]``, where JAX
+          reads other rows for both, nor with ``mode="clip"``.
 
         Raises:
           TypeError: for ids that are not integers, or traced.
@@ -199,18 +202,19 @@ class HostTable(Journaled):
             raise TypeError(f"a HostTable wants ids that are integers, got {ids!r}")
         arrays = [arguments.checked_ids(x) for x in leaves]
         flat = np.concatenate([x.reshape(-1) for x in arrays])
-        numbers, places = arguments.numbered(flat, self.shape[0])
+        numbers, places, counts = arguments.numbered(flat, self.shape[0])
         room = self._room_for(len(numbers), flat.size)
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
-        new = self._read_into(words[: len(numbers)], numbers)
-        ticket = next(_TICKETS) % 2**31
-        rows = jax.device_put(self._rows_of(words, numbers, ticket), self._device)
+        self._read_into(words[: len(numbers)], numbers)
+        ticket, counts = next(_TICKETS) % 2**31, np.pad(counts, (0, room - len(counts)))
+        rows = dataclasses.replace(self._rows_of(words, numbers, ticket), counts=counts)
+        rows = jax.device_put(rows, self._device)
         for step in self._journal.pending:
             if step.records is self._records:
-                rows = on_device.with_pending(rows, numbers, step.fetched.rows, step.words)
-        self._fetched = Fetched(ticket, numbers, new)
-        places[places < 0] = room
+                rows = on_device.with_pending(rows, numbers, step.rows, step.words)
+        self._fetched = ticket, numbers
+        places[places == len(numbers)] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
         return rows, jax.tree.unflatten(tree, shaped)
@@ -239,13 +243,13 @@ class HostTable(Journaled):
         if self._fetched is None:
             raise FailedPreconditionError(
                 "store(rows) writes the rows of the last fetch, once; nothing was fetched "
-                "since the last store"
+                "since the last store, write, reset or restore"
             )
         fetched, self._fetched = self._fetched, None
         if self._overlap:
             for x in jax.tree.leaves(rows):
                 x.copy_to_host_async()
-        return Stored(self._records, fetched, rows)
+        return Stored(self._records, *fetched, rows)
 
     def _room_for(self, rows: int, ids: int) -> int:
         """U: the room for some distinct rows of some ids."""
@@ -262,31 +266,27 @@ class HostTable(Journaled):
             self._room = min(ids, -(-(rows + rows // 16) // grain) * grain)
         return self._room
 
-    def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Read the records of some rows, initializing those that are new: returns these."""
+    def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> None:
+        """Read the records of some rows, initializing those that are new."""
         np.take(self._records.array, numbers, axis=0, out=words, mode="clip")
         new = np.flatnonzero(words[:, -1] == 0)
-        if len(new):
-            words[new] = self._initial_records(numbers[new])
-        return numbers[new]
+        if len(new):  # if they begin with the same number, the first is enough
+            some = new if callable(self._init) else new[:1]
+            words[new] = self._initial_records(numbers[some])
 
-    def _initial_records(self, numbers: np.ndarray) -> np.ndarray:
-        if not callable(self._init):
-            return self._constant_record
+    def _initial_records(self, numbers: np.ndarray, shared: Any = None) -> np.ndarray:
+        """Records of rows that begin with the table, or when it has these shared values."""
         padded = np.resize(numbers, arguments.power_of_two(len(numbers)))
-        start = jnp.asarray(self._init(padded), self.dtype)
-        if start.shape != (len(padded), *self._row):
+        shape, init = (len(padded), *self._row), self._init
+        values: Any = init(padded) if callable(init) else jnp.full(shape, init)
+        start = jnp.asarray(values, self.dtype)
+        if start.shape != shape:
             raise InvalidArgumentError(
                 f"HostTable(init=...) got row numbers {list(padded.shape)} and returned "
-                f"{list(start.shape)}; wanted {[len(padded), *self._row]}"
+                f"{list(start.shape)}; wanted {list(shape)}"
             )
-        return np.asarray(on_device.initial_records(self._layout, start)[0])[: len(numbers)]
-
-    @functools.cached_property
-    def _constant_record(self) -> np.ndarray:
-        number: Any = self._init
-        start = jnp.full((1, *self._row), number, self.dtype)
-        return np.asarray(on_device.initial_records(self._layout, start)[0])
+        words, _ = on_device.initial_records(self._layout, start, shared)
+        return np.asarray(words)[: len(numbers)]
 
     # --- the whole table --------------------------------------------------------------
 
@@ -305,14 +305,15 @@ class HostTable(Journaled):
         """
         self._journal.finish()
         ids = arguments.checked_ids(ids)
-        numbers, places = arguments.numbered(ids.reshape(-1), self.shape[0])
+        numbers, places, _ = arguments.numbered(ids.reshape(-1), self.shape[0])
         room = arguments.power_of_two(len(numbers))
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
         rows_now = self._rows_of(words, numbers)
         table = np.asarray(on_device.caught_up(rows_now, 0)[0])[: len(numbers)]
         rows = np.full((len(places), *self._row), np.nan, self.dtype)
-        rows[places >= 0] = table[places[places >= 0]]
+        inside = (places >= 0) & (places < len(numbers))
+        rows[inside] = table[places[inside]]
         return rows.reshape(*ids.shape, *self._row)
 
     @one_at_a_time
@@ -323,34 +324,103 @@ class HostTable(Journaled):
         replaced by one with another learning rate. Cost: reads and writes all records that
         were ever written.
         """
-        self._journal.finish()
-        records = self._records
         if not self._layout.tx.catches_up:
             return
-        blocks = list(row_blocks(records.array.shape, records.array.itemsize))
-        for part in blocks:
-            words = records.array[part]
-            written = np.flatnonzero(words[:, -1])
-            if len(written):  # as many rows as in the first: one program is compiled
-                padded = np.zeros((blocks[0].stop, words.shape[1]), words.dtype)
-                padded[: len(words)] = words
-                rows = self._rows_of(padded, np.arange(part.start, part.stop))
-                _, rows = on_device.caught_up(rows, np.int32(records.shared[0] % 2**31))
-                new = np.asarray(rows.words)[written]
-                numbers = written + part.start
-                number = int(records.done) + 1
-                shared, none_new = records.shared, numbers[:0]
-                write = storage.Part(records, number, numbers, new, shared, none_new)
-                self._journal.write([write])
+        rows, array = self.written_rows(), self._records.array
+        blocks = list(row_blocks((len(rows), array.shape[1]), array.itemsize))
+        for part in blocks:  # all of them of the size of the first: one is compiled
+            words = np.zeros((blocks[0].stop, array.shape[1]), array.dtype)
+            words[: part.stop - part.start] = array[rows[part]]
+            steps = np.int32(self._records.shared[0] % 2**31)
+            _, later = on_device.caught_up(self._rows_of(words, rows[part]), steps)
+            words = np.asarray(later.words)[: part.stop - part.start]
+            self._write(rows[part], words, self._records.shared)
 
     @one_at_a_time
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a copy to a file: :meth:`restore` reads it, and HostTable opens it.
+    def written_rows(self) -> np.ndarray:
+        """The numbers of all rows that were ever stored: int64 ``[n]``, ascending.
 
-        It is on the disk, whole, when this returns, or not there at all.
+        Not those that :meth:`reset` has let begin anew. Cost: reads a number a record.
+        """
+        self._journal.finish()
+        array = self._records.array
+        blocks = row_blocks(array.shape, array.itemsize)
+        return np.concatenate([x.start + np.flatnonzero(array[x, -1]) for x in blocks])
+
+    @one_at_a_time
+    def write(
+        self, ids: ArrayLike, params: ArrayLike, state: State, key: jax.Array | None = None
+    ) -> None:
+        """Writes some rows with the state of their optimizer, which was trained elsewhere.
+
+        All of them or, whatever kills the process, none; :attr:`steps` stays.
+
+        Args:
+          ids: n row numbers, each once.
+          params: ``[n, *D]``.
+          state: that of ``tx``, like ``tx.init(params)``, or what
+            :func:`jslices.checkpoint.import_state` returned. What it has for all rows
+            together, such as a count, becomes the table's, or has to be the same.
+          key: as in ``rows.pack``.
 
         Raises:
-          InvalidArgumentError: for the file of this table itself.
+          InvalidArgumentError: for rows that are not there or named twice, arrays of other
+            shapes or dtypes, or the state of another number of steps.
+        """
+        self._journal.finish()
+        call, (steps, *old) = "write(ids, params, state)", self._records.shared
+        rows = arguments.checked_rows(call, ids, self.shape[0])
+        distinct, order = np.unique(rows, return_index=True)
+        if len(distinct) < len(rows):
+            raise InvalidArgumentError(f"{call} got a row twice: name each of them once")
+        array: Any = params if isinstance(params, jax.Array) else np.asarray(params)
+        words = np.empty((len(rows), self._layout.words), self._layout.word)
+        packed = self._rows_of(words, rows).pack(array, state, key)
+        shared = [np.asarray(x) for x in packed.shared]
+        for field, x, y in zip(self._layout.shared, shared, old, strict=True):
+            if self._records.done and (x != y).any():
+                raise InvalidArgumentError(
+                    f"{call} got a state with {field.name} {x}, and the table has {y} for "
+                    "all of its rows: write these to a new HostTable"
+                )
+        self._fetched = None
+        self._write(distinct, np.asarray(packed.words)[order], [steps, *shared])
+
+    @one_at_a_time
+    def reset(self, ids: ArrayLike) -> None:
+        """Lets some rows begin anew: their first values, and no state of the optimizer.
+
+        All of them or, whatever kills the process, none. With ``untouched="exact"`` they
+        have missed no step. Rows of the last ``fetch`` can no longer be stored.
+
+        Raises:
+          InvalidArgumentError: for rows that are not there.
+        """
+        self._journal.finish()
+        rows = np.unique(arguments.checked_rows("reset(ids)", ids, self.shape[0]))
+        self._fetched, (_, *shared) = None, self._records.shared
+        if self._layout.tx.catches_up:
+            words = self._initial_records(rows, shared)
+        else:  # as if they had never begun
+            rows = rows[self._records.array[rows, -1] != 0]
+            words = np.zeros((len(rows), self._layout.words), self._layout.word)
+        self._write(rows, words, self._records.shared)
+
+    def _write(self, rows: np.ndarray, words: np.ndarray, shared: list[np.ndarray]) -> None:
+        records, number = self._records, int(self._records.done) + 1
+        self._journal.write([storage.Part(records, number, rows, words, shared)])
+
+    @one_at_a_time
+    def save(self, path: str | os.PathLike[str], *, rows: ArrayLike | None = None) -> None:
+        """Writes a copy to a file: :meth:`restore` reads it, and HostTable opens it.
+
+        It is on the disk, whole, when this returns, or not there at all. With ``rows``,
+        numbers ``[n]``, it is of these rows in this order: row i there is ``rows[i]``
+        here. One that never began does so by the ``init`` with which the copy is opened.
+
+        Raises:
+          InvalidArgumentError: for the file of this table itself; for ``rows`` that are not
+            there.
           FailedPreconditionError: for a file that is open as another table.
           OSError: if it cannot be written.
         """
@@ -358,10 +428,12 @@ class HostTable(Journaled):
         path = arguments.real(path)
         if path == self._path:
             raise InvalidArgumentError(f"{path} is the file of this table; give another")
-        with contextlib.ExitStack() as stack:
-            if (replaced := storage.locked(path)) is not None:
-                stack.enter_context(replaced)
-            copy = self._copied_to(path, self._records)
+        num_rows = self.shape[0]
+        if rows is not None:
+            rows = arguments.checked_rows("save(path, rows)", rows, num_rows)
+            num_rows = arguments.checked_shape(rows.shape)[0]
+        with storage.locked(path) or contextlib.nullcontext():
+            copy = self._copied_to(path, self._records, num_rows, rows)
             with contextlib.closing(copy):
                 copy.publish(path)
         # Left by an earlier table of this path.
@@ -389,7 +461,7 @@ class HostTable(Journaled):
             if self._path is None:
                 take = functools.partial(storage.copy_records, saved, records)
             else:
-                new = self._copied_to(self._path, saved)
+                new = self._copied_to(self._path, saved, self.shape[0])
                 take = functools.partial(self._journal.replace, records, new)
             self._journal.do(take)
 
@@ -397,6 +469,7 @@ class HostTable(Journaled):
     def grow(self, num_rows: int) -> None:
         """Gives the table more rows, which begin anew; existing rows keep their state.
 
+        With ``untouched="exact"`` they have missed all steps so far, until ``reset``.
         A file is copied to a new one, which replaces it when complete: the disk needs room
         for both until then.
 
@@ -421,12 +494,12 @@ class HostTable(Journaled):
         self._journal.do(functools.partial(self._journal.replace, records, new))
 
     def _copied_to(
-        self, path: str, source: storage.Records, num_rows: int | None = None
+        self, path: str, source: storage.Records, num_rows: int, rows: Any = None
     ) -> storage.FileRecords:
         """A new file, on the disk, for a path."""
-        copy = storage.make(path, self._form(num_rows or len(source.array)))
+        copy = storage.make(path, self._form(num_rows))
         with storage.closed_on_error(copy):
-            storage.copy_records(source, copy)
+            storage.copy_records(source, copy, rows)
             copy.flush()
         return copy
 
@@ -469,7 +542,8 @@ class HostTable(Journaled):
           >>> @jax.jit
           ... def step(rows, places):
           ...     def loss(user, item):
-          ...         return (user[places["user"]] * item[places["item"]] + 1).sum()
+          ...         user = js.embedding_lookup(user, places["user"])
+          ...         return (user * js.embedding_lookup(item, places["item"]) + 1).sum()
           ...     user, user_state = rows["user"].unpack()
           ...     item, item_state = rows["item"].unpack()
           ...     grads = js.grad(loss, (0, 1))(user, item)

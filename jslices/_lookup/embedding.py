@@ -46,7 +46,7 @@ def embedding_lookup(
 
     Args:
       params: ``[V, *D]``, the table; or a list of n shards of it, of any heights.
-      ids: ``[*B]`` of any integer dtype and any rank.
+      ids: ``[*B]`` of any rank and integer dtype (of 64 bits ``jax.jit`` passes on 32).
       partition_strategy: how ids are distributed over n shards. ``"mod"``: id i is row
         ``i // n`` of shard ``i % n``. ``"div"``: the shards follow one another.
       max_norm: rows of a larger L2 norm are scaled down to it as they are read; the table

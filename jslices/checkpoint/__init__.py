@@ -11,6 +11,7 @@ the files of word2vec, GloVe and fastText.
 
 from jslices import DataLossError as DataLossError
 from jslices import NotFoundError as NotFoundError
+from jslices.checkpoint.resize import reset_rows as reset_rows
 from jslices.checkpoint.resize import resize_rows as resize_rows
 from jslices.checkpoint.saver import Saver as Saver
 from jslices.checkpoint.saver import SaverDef as SaverDef

@@ -8,6 +8,7 @@ variables. A delta also names the checkpoint that it builds on.
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import operator
 import os
@@ -101,8 +102,8 @@ class Archive:
                 part = _checked_range(name, part, self.specs[saved_as[name]])
                 if ranges.setdefault(name, part) != part:
                     raise InvalidArgumentError(
-                        f"rows asks for two ranges of {name!r}: {_shown(ranges[name])} and "
-                        f"{_shown(part)}; restore one after the other"
+                        f"rows asks for two ranges of {name!r}: {ranges[name]} and "
+                        f"{part}; restore one after the other"
                     )
         for name, part in ranges.items():
             spec = self.specs[saved_as[name]]
@@ -167,16 +168,11 @@ def _checked_range(name: str, part: object, spec: Spec) -> slice:
         raise TypeError(f"rows[{name!r}] must hold integers: {error}") from error
     if step != 1 or not 0 <= start <= stop <= count:
         raise InvalidArgumentError(
-            f"rows[{name!r}] is {_shown(part)}, but it was saved with {count} rows; "
+            f"rows[{name!r}] is {part}, but it was saved with {count} rows; "
             f"want 0 <= start <= stop <= {count} and no step (negative numbers do not "
             "count from the end)"
         )
     return slice(start, stop)
-
-
-def _shown(part: slice) -> str:
-    ends = (part.start, part.stop, part.step)[: 2 if part.step is None else 3]
-    return f"slice({', '.join(map(str, ends))})"
 
 
 class _StoredPiece(NamedTuple):
@@ -347,6 +343,8 @@ def _newest_family(prefix: str) -> list[str]:
 
 def _open_family(prefix: str) -> list[tuple[TensorFile, Info]]:
     family = _newest_family(prefix)
+    if prefix.endswith(".safetensors.index.json"):
+        return _open_index(prefix)
     first = TensorFile(family[0])
     info = read_info(first)
     if info is None and len(family) > 1:
@@ -355,6 +353,25 @@ def _open_family(prefix: str) -> list[tuple[TensorFile, Info]]:
         return [(first, _info_of_another_tool(first))]
     _check_number(first, info, 0, len(family))
     return [(first, info), *(_open_shard(path, info, family) for path in family[1:])]
+
+
+def _open_index(path: str) -> list[tuple[TensorFile, Info]]:
+    """The files in an index of Hugging Face's, ``{"weight_map": {tensor: file}}``."""
+    try:
+        with open(path, "rb") as index:
+            file_of = json.load(index)["weight_map"]
+        names = sorted({*map(os.path.basename, file_of.values())})
+    except Exception as error:
+        raise DataLossError(f"{path} is no index of safetensors files") from error
+    try:
+        held = [TensorFile(os.path.join(os.path.dirname(path), name)) for name in names]
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path} names a file that is not there: {error}") from error
+    if not held or sorted(file_of) != sorted(x for file in held for x in file.shapes):
+        raise DataLossError(f"{path} does not name the tensors that its files hold")
+    infos = list(map(_info_of_another_tool, held))
+    specs = {name: spec for info in infos for name, spec in info.specs.items()}
+    return [(held[i], dataclasses.replace(x, specs=specs)) for i, x in enumerate(infos)]
 
 
 def _open_shard(path: str, first: Info, family: list[str]) -> tuple[TensorFile, Info]:

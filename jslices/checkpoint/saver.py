@@ -335,7 +335,7 @@ class Saver:
 
         Args:
           path: a path that :meth:`save` or ``latest_checkpoint(directory)`` returned, or
-            that of any safetensors file.
+            that of any safetensors file, or of ``model.safetensors.index.json``.
           variables: a pytree to restore into: only its variables are read, each as the same
             kind of leaf (a JAX or NumPy array, a number), onto its sharding. A
             ``jax.ShapeDtypeStruct``, with its ``sharding=``, is enough. None restores all,

@@ -107,18 +107,21 @@ def import_state(
             "import_state(opt, params, slots, count), gradient_step=jnp.int32(count))"
         )
     problems: list[str] = []
-    slots_of_each = [_checked_slots(x) for x in _flattened_up_to(walk.tree, slots)]
+    slots_of_each = _slots_of_each(walk.tree, slots)
     counts = _counts_of_states(walk, params, slots_of_each, count, problems)
-    of_each = zip(walk.labels, walk.arrays, slots_of_each, strict=True)
-    assigned: dict[int, jax.Array] = {}
-    for label, arrays, its_slots in of_each:
-        assigned |= _assign(label, arrays, its_slots, problems)
+    assigned = {
+        number: x
+        for parameter in zip(walk.labels, walk.arrays, slots_of_each, strict=True)
+        for number, x in _assigned(*parameter, problems).items()
+    }
     if problems:
         raise ValueError(f"import_state: {listed(problems)}")
-    state = state_walk.after_empty_steps(tx, params, state, counts)
-    leaves, structure = jax.tree.flatten(state)
-    for number, array in assigned.items():
-        leaves[number] = array
+    after = state_walk.after_empty_steps(tx, params, state, counts, assigned)
+    leaves, structure = jax.tree.flatten(after)
+    old: list[Any] = jax.tree.leaves(state)
+    del state, walk  # so that an old array goes as its slot comes
+    for number, x in assigned.items():
+        leaves[number], old[number] = state_walk.placed(x, old[number]), None
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -263,7 +266,7 @@ def _spread(count: PyTree, params: Params, tree: Any) -> list[int | None]:
     counts: list[int | None]
     try:
         numbered = tree.unflatten(range(tree.num_leaves))  # None among params is a leaf
-        each = tree.flatten_up_to(jax.tree.broadcast(count, numbered, is_leaf=_is_none))
+        each = tree.flatten_up_to(jax.tree.broadcast(count, numbered, lambda n: n is None))
         pairs = zip(each, tree.flatten_up_to(params), strict=True)
         counts = [0 if n is None and x is None else _as_count(n) for n, x in pairs]
     except ValueError:
@@ -275,10 +278,6 @@ def _spread(count: PyTree, params: Params, tree: Any) -> list[int | None]:
             "prefix of it; PyTorch has it as step, TensorFlow as global_step or iterations"
         )
     return counts
-
-
-def _is_none(x: object) -> bool:
-    return x is None
 
 
 def _as_count(x: ArrayLike | None) -> int | None:
@@ -296,9 +295,9 @@ def _as_count(x: ArrayLike | None) -> int | None:
 # --- slots and state arrays -----------------------------------------------------------
 
 
-def _flattened_up_to(tree: Any, slots: PyTree) -> list[Any]:
+def _slots_of_each(tree: Any, slots: PyTree) -> list[Slots]:
     try:
-        return list(tree.flatten_up_to(slots))
+        each = tree.flatten_up_to(slots)
     except ValueError as error:
         help = str(error)[:200]
         keys = slots.keys() if isinstance(slots, Mapping) else ()
@@ -311,22 +310,20 @@ def _flattened_up_to(tree: Any, slots: PyTree) -> list[Any]:
             "import_state(tx, params, slots, count): slots must mirror params, with a dict "
             f"of arrays for each parameter, None for what has no state; {help}"
         ) from error
+    for x in each:
+        if x is not None and not isinstance(x, Mapping):
+            raise TypeError(
+                "import_state: slots must have a dict for each parameter, from the name of "
+                f"a slot to its array, got {type(x).__name__}; type "
+                '{"exp_avg": array, "exp_avg_sq": array} for Adam of PyTorch'
+            )
+    return [x or {} for x in each]
 
 
-def _checked_slots(slots: Slots | None) -> Slots:
-    if slots is not None and not isinstance(slots, Mapping):
-        raise TypeError(
-            "import_state: slots must have a dict for each parameter, from the name of a "
-            f"slot to its array, got {type(slots).__name__}; type "
-            '{"exp_avg": array, "exp_avg_sq": array} for Adam of PyTorch'
-        )
-    return slots or {}
-
-
-def _assign(
+def _assigned(
     label: str, arrays: Sequence[state_walk.StateArray], slots: Slots, problems: list[str]
-) -> dict[int, jax.Array]:
-    """The slots of one parameter as state arrays, by their numbers; appends problems."""
+) -> dict[int, Any]:
+    """The slots of one parameter by the numbers of state arrays; appends problems."""
     if not slots:
         return {}
     rest = {name: _as_array(x) for name, x in slots.items() if name != "step"}
@@ -337,10 +334,8 @@ def _assign(
             x = rest.pop(names[0])
             what = f"the slot {names[0]}{label}"
             problem = _misfit(what, x, array.value) or _invalid_values(what, x, array.field)
-            if problem:
-                problems.append(problem)
-            else:
-                assigned[array.number] = state_walk.placed(x, array.value)
+            problems += [problem] if problem else []
+            assigned[array.number] = x
         else:
             received = " and ".join(names) or ", ".join(slots) or "nothing"
             problems.append(

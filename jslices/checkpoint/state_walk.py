@@ -1,7 +1,7 @@
 """States of jslices' optimizers within the state of any transformation."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jslices import GradientTransformation
+from jslices import GradientTransformation, IndexedSlices
 from jslices.checkpoint.slot_names import NAMES
 from jslices.extend import Params, State, last_done
 
@@ -102,13 +102,20 @@ def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> Sta
 
 
 def after_empty_steps(
-    tx: GradientTransformation, params: Params, state: State, counts: Sequence[int]
+    tx: GradientTransformation,
+    params: Params,
+    state: State,
+    counts: Sequence[int],
+    replaced: Container[int],
 ) -> State:
     """The state after so many steps of each optimizer without any gradient.
 
-    They move schedules, and the clock of an exact optimizer, to where they were.
+    They move schedules, and the clock of an exact optimizer, to where they were. Leaves
+    that are ``replaced`` afterwards are not computed, and zeros ``[]`` here.
     """
-    nothing = jax.tree.map(lambda _: None, params)
+    nothing: Any = jax.tree.map(lambda _: None, params)
+    if nothing is None and params is not None:  # a single array, whose None is refused
+        nothing = IndexedSlices(params[:0], np.zeros(0, np.int32), params.shape)
     has_flush = isinstance(tx, GradientTransformation)
 
     @jax.jit
@@ -116,7 +123,9 @@ def after_empty_steps(
         state = lax.fori_loop(
             0, count, lambda _, now: tx.update(nothing, now, params)[1], state
         )
-        return tx.flush(params, state)[1] if has_flush else state
+        state = tx.flush(params, state)[1] if has_flush else state
+        numbers, zero = itertools.count(), jnp.zeros(())
+        return jax.tree.map(lambda x: zero if next(numbers) in replaced else x, state)
 
     # Nothing is donated: what tx.init returns may hold the user's parameters themselves.
     try:

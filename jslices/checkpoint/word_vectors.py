@@ -9,20 +9,30 @@ import io
 import itertools
 import os
 import re
+import string
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
 
+import jslices
 from jslices import DataLossError, NotFoundError
+from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.files import Path, replacing
 
-_SIZES = re.compile(rb"\s*(\d+)\s+(\d+)\s*")
-#: Bytes of a line of text: one of a binary file may be all of it.
+_SIZES = re.compile(rb"\s*(\d{1,12})\s+([1-9]\d{0,5})\s*")
+#: Bytes of a line of text, and of a word: in another file either may never end.
 _LONGEST = 1 << 20
 _FORMS = ("word2vec", "word2vec_binary", "glove")
+#: What other files begin with.
+_OTHER_FILES = {
+    b"\xba\x16\x4f\x2f": "a model of fastText; its vectors are in the .vec file beside it",
+    b"PK": "a zip archive, as .npz and .pt are; read it with the library that wrote it",
+    b"\x80": "a pickle of Python; read it with the library that wrote it",
+    b"{": "JSON; an index of safetensors files is read by jslices.Saver().restore",
+}
 
 
 class WordVectors(NamedTuple):
@@ -32,15 +42,18 @@ class WordVectors(NamedTuple):
     vectors: np.ndarray  #: float32 ``[V, D]``, row i for word i.
 
 
-def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
+def load_word_vectors(
+    path: Path, *, limit: int | None = None, vocabulary: Iterable[str] | None = None
+) -> WordVectors:
     """Read word vectors of word2vec, GloVe or fastText, compressed by gzip or not.
 
     The beginning of the file tells the form. Files sort words by frequency, so that
     ``limit=100_000`` takes the most frequent ones, and reads no more of the file.
 
     Args:
-      path: of the file; with the suffix ``.gz`` it is decompressed while it is read.
+      path: of the file.
       limit: how many words are read at most; None: all.
+      vocabulary: which of these words are wanted; None: all.
 
     Returns:
       :class:`WordVectors`, words and their vectors in host memory. Bytes that are not UTF-8
@@ -49,10 +62,12 @@ def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
     Raises:
       NotFoundError: if there is no such file.
       ValueError: for a limit below 1.
-      DataLossError: if it is none of these forms, is shorter than it says, or a line has
-        another number of columns; names the file and the line.
+      TypeError: for a vocabulary that is one string.
+      DataLossError: if it is none of these forms, holds more rows or fewer than it says, or
+        a line has another number of columns; names the file and the line.
 
-    Cost: one pass over the file, text at about 20 MB a second.
+    Cost: one pass over the file, text at about 20 MB a second. No more memory than for the
+    words and vectors that are returned.
 
     Example:
       >>> import tempfile
@@ -69,31 +84,45 @@ def load_word_vectors(path: Path, *, limit: int | None = None) -> WordVectors:
     path = os.fspath(path)
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be None or at least 1, got {limit}")
+    if isinstance(vocabulary, str):
+        raise TypeError(f"vocabulary must hold words, got a string; try [{vocabulary!r}]")
+    wanted = None if vocabulary is None else frozenset(vocabulary)
+    words: list[str] = []
+    data, count = bytearray(), 0  # grows where it is: large vectors are never there twice
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            first = file.readline(_LONGEST)
-            sizes = _SIZES.fullmatch(first)
-            if sizes is None:
-                rows = _rows_of_text(file, path, first, None)
-            elif _is_text(second := file.readline(_LONGEST), int(sizes[2])):
-                rows = _rows_of_text(file, path, second, int(sizes[2]))
+        with open(path, "rb") as stored:
+            is_packed = stored.peek(2)[:2] == b"\x1f\x8b"
+            file: _File = gzip.GzipFile(fileobj=stored) if is_packed else stored
+            first = file.readline(_LONGEST).removeprefix(b"\xef\xbb\xbf")  # of UTF-8
+            begin, sizes = file.tell(), _SIZES.fullmatch(first)
+            total, dim = map(int, sizes.groups()) if sizes else (0, len(first.split()) - 1)
+            if sizes and not _is_text(file.read(_LONGEST), dim):
+                rows = _binary_rows(file, path, total, dim)
             else:
-                file.seek(len(first))
-                rows = _binary_rows(file, path, *map(int, sizes.groups()))
-            read = list(itertools.islice(rows, limit))
+                rows = _rows_of_text(file, path, [] if sizes else [first], max(dim, 0))
+            file.seek(begin)
+            for word, numbers in itertools.islice(rows, limit):
+                count += 1
+                text = word.decode(errors="replace")
+                if wanted is None or text in wanted:
+                    words.append(text)
+                    data += numbers
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no such file") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataLossError(f"{path} cannot be decompressed: {error}") from error
-    total = int(sizes[1]) if sizes else max(len(read), 1)
-    if len(read) < (total if limit is None else min(total, limit)):
-        raise DataLossError(f"{path} holds {len(read):,} rows, not {total:,}")
-    words = [word.decode(errors="replace") for word, _ in read]
-    return WordVectors(words, np.stack([row for _, row in read]).astype(np.float32))
+    if sizes and count != min(total, limit or total):
+        raise DataLossError(f"{path} holds {count:,} rows, not {total:,}")
+    vectors = np.frombuffer(data, "<f4").reshape(len(words), dim)
+    return WordVectors(words, vectors.astype(np.float32, copy=False))
 
 
 def save_word_vectors(
-    path: Path, words: Sequence[str], vectors: ArrayLike, *, form: str = "word2vec"
+    path: Path,
+    words: Sequence[str],
+    vectors: "ArrayLike | jslices.HostTable",
+    *,
+    form: str = "word2vec",
 ) -> None:
     """Write word vectors for word2vec, gensim, fastText, spaCy or readers of GloVe's files.
 
@@ -103,6 +132,7 @@ def save_word_vectors(
       path: of the file.
       words: V of them, not empty and without white space, which would end them.
       vectors: ``[V, D]`` of floats, a table of parameters for example; written as float32.
+        A :class:`jslices.HostTable` is read part by part.
       form: ``"word2vec"``, which is fastText's ``.vec`` as well; ``"word2vec_binary"``; or
         ``"glove"``, the first without its line of sizes. Text has enough digits to restore
         the same float32.
@@ -125,10 +155,11 @@ def save_word_vectors(
 
     Source: ``KeyedVectors.save_word2vec_format`` of gensim.
     """
-    path, table = os.fspath(path), np.asarray(vectors).astype("<f4")
+    path, read = os.fspath(path), getattr(vectors, "read", None)
+    table: Any = vectors if read else np.asarray(vectors)
     if form not in _FORMS:
         raise ValueError(f"form must be one of {', '.join(_FORMS)}, got {form!r}")
-    if table.ndim != 2 or len(words) != len(table):
+    if len(table.shape) != 2 or len(words) != table.shape[0]:
         raise ValueError(
             f"wanted vectors [V, D] with V = {len(words):,}, the number of words; got "
             f"{list(table.shape)}"
@@ -139,49 +170,67 @@ def save_word_vectors(
     with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
         if form != "glove":
             file.write(b"%d %d\n" % table.shape)
-        text = " %.9g" * table.shape[1]
-        for word, row in zip(words, table, strict=True):
+        text, parts = " %.9g" * table.shape[1], row_blocks(table.shape, 4, 1 << 20)
+        blocks = (read(np.arange(x.start, x.stop)) if read else table[x] for x in parts)
+        rows = (row.astype("<f4") for block in blocks for row in block)
+        for word, row in zip(words, rows, strict=True):
             numbers = (text % tuple(row.tolist())).encode()
             if form == "word2vec_binary":
                 numbers = b" " + row.tobytes()
             file.write(word.encode() + numbers + b"\n")
 
 
-_File = io.BufferedIOBase
-_Row = tuple[bytes, np.ndarray]
+_File = io.BufferedReader | gzip.GzipFile
+_Row = tuple[bytes, memoryview]
 
 
-def _is_text(line: bytes, dim: int) -> bool:
+def _are_numbers(fields: list[bytes]) -> bool:
     try:
-        return len(np.array(line.split()[-dim:], np.float32)) == dim
+        return np.array(fields, np.float32).size > 0
     except ValueError:
         return False
 
 
-def _rows_of_text(file: _File, path: str, first: bytes, dim: int | None) -> Iterator[_Row]:
-    number, line = 1 if dim is None else 2, first
-    dim = len(first.split()) - 1 if dim is None else dim
-    while line.strip():
-        fields = line.rstrip().rsplit(maxsplit=dim)
+def _is_text(start: bytes, dim: int) -> bool:
+    """True if D numbers follow a word, or bytes that can be printed, whatever they are."""
+    fields = start.split(b"\n", 1)[0].split()[1:]
+    numbers = start.partition(b" ")[2][: min(max(4 * dim, 24), 40)]
+    line = numbers.split(b"\n")[0]
+    sample = line if len(line) >= 12 else numbers
+    is_printed = not sample.translate(None, string.printable.encode())
+    return is_printed or (len(fields) == dim and _are_numbers(fields))
+
+
+def _rows_of_text(file: _File, path: str, first: list[bytes], dim: int) -> Iterator[_Row]:
+    lines = itertools.chain(first, iter(lambda: file.readline(_LONGEST), b""))
+    for number, line in enumerate(lines, 2 - len(first)):
+        word, *fields = line.rsplit(maxsplit=dim) or [b""]
         try:
-            row = np.array(fields[1:], np.float32)
+            row, problem = np.array(fields, "<f4"), ""
         except ValueError as error:
-            raise DataLossError(f"line {number} of {path}: {error}") from error
-        if len(fields) != dim + 1 or not dim:
-            raise DataLossError(
-                f"line {number} of {path} has {max(len(fields) - 1, 0)} numbers, not "
-                f"{dim or 'one or more'}"
-            )
-        yield fields[0], row
-        number, line = number + 1, file.readline(_LONGEST)
+            problem = f": {str(error)[:99]}"
+        extra = [x for x in word.split()[1:] if not first or _are_numbers([x])]
+        if not dim or len(fields) < dim or extra:
+            if number > 1 and not line.strip() and not any(map(bytes.strip, lines)):
+                return  # blank lines at the end
+            problem = f" has {len(line.split()[1:])} numbers, not {dim or 'one or more'}"
+        if problem:
+            starts = [x for x in _OTHER_FILES if number == 1 and line.startswith(x)]
+            kind = "".join(f"; it is {_OTHER_FILES[x]}" for x in starts)
+            raise DataLossError(f"line {number} of {path}{problem}{kind}")
+        yield word, row.data
 
 
 def _binary_rows(file: _File, path: str, rows: int, dim: int) -> Iterator[_Row]:
+    block, at, width = b"", 0, 4 * dim
     for number in range(rows):
-        word = bytearray()
-        while (letter := file.read(1)) not in (b" ", b""):
-            word += letter
-        numbers = file.read(4 * dim)
-        if len(numbers) < 4 * dim:
+        if len(block) - at < _LONGEST + width and (more := file.read(_LONGEST + width)):
+            block, at = block[at:] + more, 0
+        space = block.find(b" ", at, at + _LONGEST)
+        end = space + 1 + width
+        if space < 0 or end > len(block):
             raise DataLossError(f"{path} ends in row {number:,} of {rows:,}")
-        yield bytes(word.lstrip(b"\n")), np.frombuffer(numbers, "<f4")
+        yield block[at:space].lstrip(b"\n"), memoryview(block)[space + 1 : end]
+        at = end
+    if (block[at:] + file.read(_LONGEST)).strip():
+        raise DataLossError(f"{path} goes on after {rows:,} rows of {dim:,} numbers")

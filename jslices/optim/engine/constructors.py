@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from jslices._arguments import check_arguments
+from jslices._arguments import check_arguments, shown
 from jslices._jax import flatten
 from jslices._place.boundary import on_any_mesh, one_program
 from jslices._typing import Gradients, Key, Params, PyTree, Scalar, State
@@ -48,7 +48,13 @@ def combinator(
             names = ", ".join(signature.parameters)
             raise TypeError(f"{make.__name__}: {error}; it takes {names}") from None
         check_arguments(make.__name__, annotations, arguments)
-        return make(*args, **kwargs)
+        tx, usual = make(*args, **kwargs), signature.parameters
+        if getattr(tx, "call", "") is None:
+            text = lambda x: shown(x) if hasattr(x, "shape") else repr(x)  # noqa: E731
+            own = {k: text(x) for k, x in arguments.items()}
+            own = {k: x for k, x in own.items() if x != text(usual[k].default)}
+            tx.call = f"{make.__name__}({', '.join(map('='.join, own.items()))})"
+        return tx
 
     return made
 

@@ -103,6 +103,11 @@ class GradientTransformation:
         # Bound once, so that jax.jit(tx.apply) finds its program again.
         vars(self).update(apply=self.apply, catch_up=self.catch_up, flush=self.flush)
 
+    call: str | None = None  #: that made it, if known
+
+    def __repr__(self) -> str:
+        return self.call or object.__repr__(self)
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """That of Optax where it is loaded, as its combinators ask for extra arguments."""

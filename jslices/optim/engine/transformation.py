@@ -282,7 +282,7 @@ class _RuleOnTrees:
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         last = arrays_of(state.clock, "last", tree)
         leaves = [
-            None if is_peeked else x
+            None if is_peeked or protocol.has_no_rows(x) else x
             for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
         ]
         if not is_traced:

@@ -231,7 +231,8 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     if indices.ndim != 1:
         raise ValueError(f"multi_steps got {example}, which carries a batch axis from vmap")
     shape, axes = jnp.shape(param), example.row_axes
-    if example.dense_shape not in (None, shape) or values.shape[1:] != shape[axes:]:
+    # Of any height, as reset_rows begins some rows; the step compares heights.
+    if values.shape[1:] != shape[axes:] or axes > len(shape):
         raise ValueError(
             f"multi_steps was made for slices with values {list(values.shape)} of an array "
             f"of shape {example.dense_shape}, and tx.init got one of shape {shape}"
