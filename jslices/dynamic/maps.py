@@ -241,7 +241,7 @@ def id_map(
     """An empty map from ids to the rows of a table.
 
     Rows are in buckets of 8; an id can be only in the one that its hash names. With half as
-    many ids as rows one in 60 finds its bucket full, with as many one in 7: give twice the
+    many ids as rows one in 120 finds its bucket full, with as many one in 7: give twice the
     rows where nothing shall be evicted.
 
     Args:
