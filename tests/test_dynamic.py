@@ -231,12 +231,16 @@ def test_reset_refuses_what_it_cannot_place():
     reset = functools.partial(js.checkpoint.reset_rows, tx, params, state)
     with pytest.raises(ValueError, match=r"rows must mirror params"):
         reset({"tables": jnp.array([1])}, {"table": 0.0, "w": None})
-    with pytest.raises(
-        TypeError, match=r"integer row numbers of a table, got float32\[1\]"
-    ):
+    with pytest.raises(TypeError, match=r"integer rows of table, got float32\[1\]"):
         reset({"table": jnp.array([1.0]), "w": None}, {"table": 0.0, "w": None})
     with pytest.raises(ValueError, match=r"values of table must be \[1, 2\].* got \[3\]"):
         reset({"table": jnp.array([1]), "w": None}, {"table": jnp.ones(3), "w": None})
+    with pytest.raises(ValueError, match="number, which has no rows"):
+        js.checkpoint.reset_rows(tx, 1.0, tx.init(1.0), jnp.array([0]), 0.0)
+    wide = np.array([2**32 + 1])  # no row
+    np.testing.assert_array_equal(
+        reset({"table": wide, "w": None}, {"table": 5.0, "w": None})[0]["table"], 0.0
+    )
     with pytest.raises(ValueError, match="None"):
         reset({"table": jnp.array([1]), "w": None}, {"table": None, "w": None})
     with pytest.raises(ValueError, match=r"reset_rows: state must hold the arrays"):
