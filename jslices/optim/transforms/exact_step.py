@@ -21,7 +21,7 @@ from jslices._place.boundary import mesh_of, platform_at_hand
 from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
-from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.protocol import CONJUGATE, GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
 
 
@@ -112,9 +112,9 @@ def exact_step(
         for name, x in zip(call.leaf_names, call.primals, strict=True):
             if jnp.iscomplexobj(x):
                 raise TypeError(
-                    f"exact_step differentiates no complex numbers, got {name}: their "
-                    "gradient in JAX is the conjugate of what a step follows. Call "
-                    "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
+                    f"exact_step differentiates no complex numbers, got {name}: "
+                    f"{CONJUGATE} tx.apply(grads, state, params), after tx.catch_up and "
+                    "jslices.grad"
                 )
         planned = plan_call(call, sparse, exchange)
         taken: dict[int, jax.Array] = {}
