@@ -1,5 +1,6 @@
 """from_optax: the transformation itself, on the touched rows."""
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -340,6 +341,69 @@ def test_no_threshold_hides_what_mixes_rows(name):
     tx = stateless(lambda g, p: {**g, "table": MIXING[name](g["table"], p["table"])})
     with pytest.raises(ValueError, match="does not treat each row by itself"):
         jax.eval_shape(lambda g: tx.update(g, tx.init(PARAMS), PARAMS), grads_of(RNG, [1]))
+
+
+def test_a_chain_that_changes_its_states_structure_is_refused():
+    tx, grads = js.optim.chain(optax.zero_nans(), js.sgd(0.1)), grads_of(RNG, [1])
+    with pytest.raises(TypeError, match=r"another structure.*jslices.from_optax"):
+        jax.eval_shape(lambda g: tx.update(g, tx.init(PARAMS)), grads)
+
+
+EXACT = js.sgd(0.1, momentum=0.9, untouched="exact")
+
+
+@pytest.mark.parametrize(
+    ["link", "lazy"],
+    [
+        (js.from_optax(optax.add_decayed_weights(0.1)), True),
+        (js.from_optax(optax.ema(0.9)), True),
+        (js.from_optax(optax.scale_by_novograd()), True),
+        (js.rmsprop(0.1), True),
+        (js.lamb(0.1), True),
+        (js.from_optax(optax.apply_if_finite(optax.clip(1.0), 3)), False),
+        (js.from_optax(optax.contrib.reduce_on_plateau()), False),
+        (js.optim.clip_global_norm(0.5), False),
+        (js.optim.scale({"table": lambda rows: 1.0 / (1 + rows), "w": 1.0}), False),
+    ],
+)
+def test_what_is_lazy_may_not_come_before_an_exact_optimizer(link, lazy):
+    tx, grads = js.optim.chain(js.optim.clip(9.0), link, EXACT), grads_of(RNG, [1, 5])
+    refused = pytest.raises(ValueError, match=r"steps that they miss: type .*adamw")
+    for step in (tx.update, tx.apply):
+        step = functools.partial(step, value=jnp.ones(()), peeked=True)
+        with refused if lazy else contextlib.nullcontext():
+            jax.eval_shape(lambda g, step=step: step(g, tx.init(PARAMS), PARAMS), grads)
+
+
+def test_an_exact_optimizer_after_adagrad_is_exact():
+    """Which leaves rows without gradient as they are."""
+    tx = js.optim.chain(js.from_optax(optax.adagrad(0.5)), EXACT)
+    theirs = optax.chain(optax.adagrad(0.5), optax.sgd(0.1, momentum=0.9))
+
+    def loss(params, ids):
+        return ((params["table"][ids] - params["w"][None]) ** 2).sum()
+
+    @fast_jit
+    def train(params):
+        state, other, wanted = tx.init(params), params, theirs.init(params)
+        for ids in np.array([[1, 5], [2, 1], [7, 7], [5, 0]]):
+            params, state, _ = js.optim.exact_step(loss, tx)(params, state, ids)
+            grads = jax.grad(loss)(other, ids)
+            updates, wanted = theirs.update(grads, wanted, other)
+            other = optax.apply_updates(other, updates)
+        return tx.flush(params, state)[0], other
+
+    assert_close(*train(PARAMS))
+
+
+def test_exact_step_says_that_what_is_lifted_is_lazy():
+    def step_of(tx):
+        step = js.optim.exact_step(lambda p, ids: (p["table"][ids] ** 2).sum(), tx)
+        return jax.eval_shape(step, PARAMS, tx.init(PARAMS), np.array([1, 2]))
+
+    with pytest.warns(UserWarning, match=r"from_optax.*is lazy: .*untouched=\"exact\""):
+        step_of(js.from_optax(optax.adam(0.1)))
+    step_of(js.from_optax(optax.adagrad(0.1)))  # no warning: no row misses anything
 
 
 def test_extra_arguments_go_through():
