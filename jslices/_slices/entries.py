@@ -26,14 +26,17 @@ class Facts(NamedTuple):
       placement: which devices of a mesh hold the rows of the array; each of them holds the
         entries of its own rows. ``indices`` are still row numbers of the whole array.
         Reading or writing rows of the array then needs nothing from other devices.
+      unconjugated: whether they are JAX's gradient of a real number by complex rows, whose
+        conjugate a step follows.
 
     Slices keep their placement wherever JAX takes them apart and puts them together. They
-    forget that they are distinct: a ``tree.map`` over ``values`` and ``indices`` may give
+    forget the rest: a ``tree.map`` over ``values`` and ``indices`` may give
     other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
     """
 
     distinct: bool = False
     placement: Placement | None = None
+    unconjugated: bool = False
 
 
 NO_FACTS = Facts()
@@ -155,7 +158,7 @@ class Entries:
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and facts about them."""
-        return self._changed(values=values)
+        return self._changed(values=values, facts=self.facts._replace(unconjugated=False))
 
     def _changed(self, **parts: Any) -> Self:
         new = object.__new__(type(self))

@@ -13,11 +13,12 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
+from jslices._densify import warn_at_line
 from jslices._jax import flatten
 from jslices._place import boundary
 from jslices._rows import rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, check_slices, each_shard
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -216,6 +217,14 @@ class GradientTransformation:
         return self._plan(grads, params, platform)
 
 
+#: Of gradients by complex numbers.
+CONJUGATE = (
+    "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is the "
+    "conjugate of what a step follows. Type grads = jslices.tree.map(lambda g: g.conj(), "
+    "grads) before"
+)
+
+
 def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
     """Refuse None for all gradients, unless there is no parameter."""
     if grads is None and jax.tree.leaves(params):
@@ -245,17 +254,26 @@ def _step_of(
     """
     parameters = inspect.signature(step).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if takes_any and check is None:
-        return step
 
     @functools.wraps(step)
     def checked(grads: Gradients, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
+        grads = _warned_of_complex(grads)
         if check is not None:
             check(grads, state, extra_args.get("peeked"))
         named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
         return step(grads, state, *args, **named)
 
     return checked
+
+
+def _warned_of_complex(grads: Gradients) -> Gradients:
+    """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
+    slices = [g for g in jax.tree.leaves(grads, is_leaf=is_leaf) if is_slices(g)]
+    if not any(g.facts.unconjugated for g in slices):
+        return grads
+    warn_at_line(f"{CONJUGATE} tx.apply or tx.update", category=UserWarning)
+    known = lambda g: g.with_values(g.values) if is_slices(g) else g  # noqa: E731
+    return jax.tree.map(known, grads, is_leaf=is_leaf)
 
 
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
