@@ -94,7 +94,7 @@ def current_user_line() -> UserLine:
     return pick_user_line((frame.f_code.co_filename, line) for frame, line in frames)
 
 
-def warn_dense(
+def warn_at_line(
     message: str,
     line: UserLine | None = None,
     category: type[UserWarning] = DensificationWarning,

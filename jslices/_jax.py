@@ -383,6 +383,14 @@ def user_line(source: Source) -> UserLine:
     )
 
 
+def described(eqn: Equation, source: Source) -> str:
+    """``reduce_sum in lamb``: the primitive, and the maker of the innermost closure."""
+    codes = source.traceback.raw_frames()[0] if source.traceback else ()
+    names = (x.co_qualname for x in codes if not x.co_filename.startswith(JAX_FOLDER))
+    makers = (f" in {x.split('.')[0]}" for x in names if "<locals>" in x)
+    return kind(eqn) + next(makers, "")
+
+
 def is_library_call(eqn: Equation) -> bool:
     """True for a call of one of JAX's own jitted functions, such as ``jnp.take``.
 

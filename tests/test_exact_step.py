@@ -559,7 +559,7 @@ def test_refuses_ids_that_follow_from_the_table():
 
 def test_refuses_what_is_no_loss_and_no_optimizer():
     waves = {"a": jnp.ones((3, 2), complex)}
-    with pytest.raises(TypeError, match=r"no complex numbers, got p\['a'\]: .*jnp.conj"):
+    with pytest.raises(TypeError, match=r"no complex numbers, got p\['a'\]: .*g\.conj\(\)"):
         tx = js.adam(0.1, untouched="exact")
         js.optim.exact_step(lambda p: abs(p["a"].sum()), tx)(waves, tx.init(waves))
     with pytest.raises(TypeError, match="expected a function"):

@@ -310,6 +310,41 @@ def test_dtypes(dtype):
         assert_close(found["ours"], found["theirs"], rtol=1e-2)
 
 
+WAVES = np.array([[1 + 2j], [3 - 1j], [1j]], np.complex64)
+
+
+def distance(params, ids):
+    return (jnp.abs(params["waves"][ids] - (1 - 2j)) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "tx", [js.sgd(0.1), js.optim.chain(js.optim.clip_global_norm(9.0), js.sgd(0.1))]
+)
+@pytest.mark.parametrize("apply", [False, True])
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
+def test_steps_of_complex_rows_say_what_the_convention_of_jax_means(tx, apply, jit):
+    params, ids = {"waves": jnp.asarray(WAVES)}, np.array([0, 1, 0])
+
+    def stepped(conjugated):
+        grads = conjugated(js.grad(distance)(params, ids))
+        if apply:
+            return tx.apply(grads, tx.init(params), params)[0]
+        return js.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+
+    for scaled in (lambda g: g, lambda g: js.tree.map(lambda x: -x.coalesce() / -1, g)):
+        with pytest.warns(UserWarning, match=r"uphill.*lambda g: g\.conj\(\)") as caught:
+            uphill = jit(lambda f=scaled: stepped(f))()
+        assert [w.filename for w in caught] == [__file__]
+        assert distance(uphill, ids) > distance(params, ids)
+    for conjugated in (
+        lambda g: js.tree.map(lambda x: x.conj(), g),
+        lambda g: jax.tree.map(jnp.conj, g),
+        lambda g: {"waves": g["waves"].with_values(g["waves"].values.conj())},
+    ):  # warnings are errors
+        new = jit(lambda f=conjugated: stepped(f))()
+        assert distance(new, ids) < distance(params, ids)
+
+
 def test_a_real_loss_of_complex_arrays():
     """Of tables, and of a weight beside one of real numbers."""
     ids, table = np.array([1, 1, 0]), np.asarray(TABLE)

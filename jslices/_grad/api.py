@@ -64,7 +64,7 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(result, aux)``.
       holomorphic: whether ``fun`` is holomorphic; then complex in and out. The gradient of
         a real result by a complex array is JAX's, the conjugate of the steepest ascent: a
-        step takes ``jax.tree.map(jnp.conj, grads)``.
+        step takes ``jslices.tree.map(lambda g: g.conj(), grads)``.
       allow_int: whether integer arrays may be differentiated (their gradient is of
         dtype float0).
       sparse: None decides by the program alone: the kind of a gradient then depends on
@@ -312,7 +312,8 @@ def _leaf_gradient(leaf: LeafSpec, rows: IndexedSlices | None) -> IndexedSlices:
     """The gradient of a leaf; without ``rows`` no gradient reaches it."""
     shape = tuple(leaf.aval.shape)
     if rows is not None:
-        return rows.numbered_as(shape)
+        facts = rows.facts._replace(unconjugated=jnp.iscomplexobj(rows.values))
+        return rows.numbered_as(shape).with_facts(facts)
     none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)
 

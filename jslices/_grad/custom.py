@@ -274,7 +274,7 @@ class _RowProgram:
         """
         outputs = self._outputs([None] * len(self._shared), within)
         for view, one in zip(outputs, shared or [False] * len(outputs), strict=True):
-            alike = isinstance(view, View) and _row_by_row(flat(view), set())
+            alike = isinstance(view, View) and row_by_row(flat(view), set())
             if isinstance(view, View) if one else not alike:
                 raise _MixesRowsError
 
@@ -359,7 +359,7 @@ def _refuse_whole(whole: Any) -> Any:
     raise _MixesRowsError
 
 
-def _row_by_row(view: View, visited: set[View]) -> bool:
+def row_by_row(view: View, visited: set[View]) -> bool:
     """True if row i depends on row i of the inputs and on no other row."""
     if view in visited:
         return True
@@ -369,7 +369,7 @@ def _row_by_row(view: View, visited: set[View]) -> bool:
     if not isinstance(view, Rowwise | Unslotted):
         return False
     return all(
-        at is None or (isinstance(part, View) and _row_by_row(part, visited))
+        at is None or (isinstance(part, View) and row_by_row(part, visited))
         for part, at in view.parts(RowIds())
     )
 

@@ -16,7 +16,7 @@ from jslices._densify import (
     UserLine,
     human_bytes,
     raise_at,
-    warn_dense,
+    warn_at_line,
 )
 from jslices._grad.call import ExchangeSpec, LeafSpec, SparseSpec, UserCall
 from jslices._grad.exchange_report import ExchangeReport, exchange_reports
@@ -305,13 +305,13 @@ def report_dense(planned: Planned, number: int) -> None:
         f"the gradient of {leaf} is dense, {human_bytes(leaf.num_bytes)}, {why}. Instead: "
         f"{instead_of(use)}. To accept it: sparse=False"
     )
-    warn_dense(message, line)
+    warn_at_line(message, line)
 
 
 def hint_smaller(planned: Planned, number: int) -> None:
     """Hints that the rows of a leaf are many times as large as its dense gradient."""
     leaf, sites = planned.leaves[number], planned.looked_up[number]
-    warn_dense(
+    warn_at_line(
         f"the gradient of {leaf} has {sum(site.total for site in sites):,} rows, "
         f"{human_bytes(planned.bytes_of_rows(number))}, and would have "
         f"{human_bytes(leaf.num_bytes)} if it were dense, which is mostly faster. Type "

@@ -8,6 +8,7 @@ and what an equation makes of its operands:
     _RowWalk          views of rows of one function            (custom.py)
     _Linearity        how a variable depends on cotangents     (custom.py)
     _UnreadSearch     the tables whose elements an array holds (unread.py)
+    _UpdateWalk       rows of an optimizer, touched or not   (untouched.py)
 
 Planner and runner are both a :class:`ViewWalk`: what a program computes from tables stays a
 *view* of them (views.py) for as long as possible. An equation that gets a view is one of

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad, batching
 
-from jslices._densify import UserLine, human_bytes, warn_dense
+from jslices._densify import UserLine, human_bytes, warn_at_line
 from jslices._jax import identity_primitive
 
 #: True where a dense gradient of a marked table is intended: no warning.
@@ -27,7 +27,7 @@ def mark_table(table: jax.Array, num_ids: int, line: UserLine) -> jax.Array:
 def _transpose(cotangent: Any, table: Any, *, num_ids: int, line: UserLine) -> tuple[Any]:
     if not isinstance(cotangent, ad.Zero) and not dense_is_intended.get():
         size = human_bytes(cotangent.size * cotangent.dtype.itemsize)
-        warn_dense(
+        warn_at_line(
             f"jax.grad gives the table {cotangent.dtype}{list(cotangent.shape)} of this "
             f"embedding_lookup a dense gradient of {size}, although {num_ids} rows were "
             "looked up; jslices.grad and jslices.value_and_grad give those rows only",

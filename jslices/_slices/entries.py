@@ -27,15 +27,22 @@ class Facts(NamedTuple):
         entries of its own rows. ``indices`` are still row numbers of the whole array.
         Reading or writing rows of the array then needs nothing from other devices.
       packed: how many of the rows that were looked up a row of the array holds.
+      unconjugated: whether they are JAX's gradient of a real number by complex rows, whose
+        conjugate a step follows.
 
-    Slices keep these two wherever JAX takes them apart and puts them together. They
-    forget that they are distinct: a ``tree.map`` over ``values`` and ``indices`` may give
+    Slices keep placement and packing wherever JAX takes them apart and puts them together.
+    They forget the rest: a ``tree.map`` over ``values`` and ``indices`` may give
     other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
     """
 
     distinct: bool = False
     placement: Placement | None = None
     packed: int = 1
+    unconjugated: bool = False
+
+    @property
+    def lasting(self) -> "Facts":
+        return Facts(placement=self.placement, packed=self.packed)
 
 
 NO_FACTS = Facts()
@@ -121,7 +128,7 @@ class Entries:
         return self._children()
 
     def _children(self) -> tuple[tuple[Any, Any], _Static]:
-        static = _Static(self.dense_shape, self.facts._replace(distinct=False))
+        static = _Static(self.dense_shape, self.facts.lasting)
         numbers = self._indices if self._leaf is None else self._leaf
         return (self.values, self._remember(_leaf=sealed(numbers))), static
 
@@ -157,7 +164,7 @@ class Entries:
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and facts about them."""
-        return self._changed(values=values)
+        return self._changed(values=values, facts=self.facts._replace(unconjugated=False))
 
     def _changed(self, **parts: Any) -> Self:
         new = object.__new__(type(self))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices._densify import human_bytes, warn_dense
+from jslices._densify import human_bytes, warn_at_line
 from jslices._jax import called_by_jax_operator
 from jslices._place.boundary import (
     everywhere,
@@ -172,7 +172,11 @@ class IndexedSlices(Refusals):
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":
         """The same rows with ``values`` cast to ``dtype``."""
-        return self.with_values(self.values.astype(dtype))
+        return self._changed(values=self.values.astype(dtype))
+
+    def conj(self) -> "IndexedSlices":
+        """The same rows, conjugated: what a step takes of a gradient by complex numbers."""
+        return self.with_values(self.values.conj())
 
     @classmethod
     def from_dense(cls, x: ArrayLike, size: int | None = None) -> "IndexedSlices":
@@ -185,14 +189,14 @@ class IndexedSlices(Refusals):
     # --- arithmetic -----------------------------------------------------------------
 
     def __neg__(self) -> "IndexedSlices":
-        return self.with_values(-self.values)
+        return self._changed(values=-self.values)
 
     def __mul__(self, other: Operand) -> Any:
         """By a number, by one for each row ``[V, 1, ...]`` or for each held row ``[K]``."""
         factors = self._row_factors(other)
         if factors is None:
             return self._densely("slices * array", _FACTORS) * other
-        return self.with_values(self.values * factors)
+        return self._changed(values=self.values * factors)
 
     __rmul__ = __mul__
 
@@ -201,7 +205,7 @@ class IndexedSlices(Refusals):
         factors = self._row_factors(other)
         if factors is None:
             return self._densely("slices / array", _FACTORS) / other
-        return self.with_values(self.values / factors)
+        return self._changed(values=self.values / factors)
 
     def scale_rows(self, factors: ArrayLike) -> "IndexedSlices":
         """Every held row times a number of its own.
@@ -230,7 +234,7 @@ class IndexedSlices(Refusals):
                 f"scale_rows wants one factor for each row held, {self.indices.shape}, got "
                 f"{factors.shape}; for one per row of the array: slices * factors[:, None]"
             )
-        return self.with_values(self.values * access.per_row(factors, self.values))
+        return self._changed(values=self.values * access.per_row(factors, self.values))
 
     def _row_factors(self, other: Operand) -> Any:
         """The factor of ``values``; None unless ``other`` has one number for a row.
@@ -478,7 +482,7 @@ class IndexedSlices(Refusals):
         if self.dense_shape is not None:
             shape = (*self.indices.shape[:-1], *self.dense_shape)
             size = human_bytes(math.prod(shape) * self.dtype.itemsize)
-            warn_dense(
+            warn_at_line(
                 f"{what} turned {self.indices.shape[-1]} rows into a dense array of "
                 f"shape {shape} ({size}). To stay sparse use "
                 f"{instead}; to silence this convert on purpose with slices.to_dense()."
@@ -551,7 +555,7 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
         and given[0].indices.ndim == 1
     ):
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
-        return slices_of(*entries, shape, given[0].facts._replace(distinct=False))
+        return slices_of(*entries, shape, given[0].facts.lasting)
     axis = given[0].indices.ndim - 1
     together = jnp.concatenate(values, axis), jnp.concatenate(indices, axis)
     facts = Facts(packed=max(s.facts.packed for s in given))
@@ -588,7 +592,8 @@ def _summed(
         unique: IndexedSlices = each_shard(run, slices)
         return unique
     values, indices = _sums(slices, size=size, combine=combine, order=order)
-    return slices._like(values, indices, Facts(distinct=True))
+    facts = Facts(distinct=True, unconjugated=slices.facts.unconjugated)
+    return slices._like(values, indices, facts)
 
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))

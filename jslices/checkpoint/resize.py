@@ -18,6 +18,7 @@ from jslices.extend import (
     Params,
     PyTree,
     State,
+    as_ids,
     as_transformation,
     canonical_indices,
     frozen_as,
@@ -238,12 +239,9 @@ def _mirrored(what: str, tree: PyTree, structure: Any) -> list[Any]:
 
 def _row_values(name: str, rows: Any, values: Any, table: Any) -> tuple[Any, Any]:
     """Row numbers ``[n]`` and the values ``[n, *D]`` that they begin with, n never V."""
-    numbers, shape = jnp.asarray(rows), jnp.shape(table)
-    if not jnp.issubdtype(numbers.dtype, jnp.integer) or not shape:
-        raise TypeError(
-            f"reset_rows wants integer row numbers of a table, got {numbers.dtype}"
-            f"{list(numbers.shape)} for {name} of shape {list(shape)}"
-        )
+    numbers, shape = as_ids(rows, "reset_rows", f"rows of {name}"), jnp.shape(table)
+    if not shape:
+        raise ValueError(f"reset_rows: {name} is a number, which has no rows; pass None")
     wanted = (*numbers.shape, *shape[1:])
     try:
         start = jnp.broadcast_to(jnp.asarray(values, _dtype(table)), wanted)

@@ -199,25 +199,8 @@ class IdMap:
         self, call: Any, caller: str, ids: Any, exchange: Exchange | None
     ) -> tuple["IdMap", jax.Array, jax.Array, Any]:
         """A method of :class:`Part`, wherever the buckets are."""
-        ids, exchange = _checked(caller, ids), exchange_of(self.low, WAYS, exchange)
-
-        @on_any_mesh(_types)
-        def run(whole: IdMap, ids: WideIds) -> Any:
-            flat = WideIds(*(x.reshape(-1) for x in ids))
-            if exchange is None:
-                new, rows, changes = call(Part(whole, 0, 1), flat)
-            else:
-                new, rows, changes = on_each_part(
-                    lambda part, number, parts, ids: call(Part(part, number, parts), ids),
-                    lambda part, parts, ids: Part(part, 0, parts).owner(ids),
-                    *(whole, flat, exchange),
-                )
-            found = rows >= 0
-            rows = jnp.where(found, rows, whole._shared_rows(flat))
-            return new, *(x.reshape(ids.low.shape) for x in (rows, found)), changes
-
-        result: tuple[IdMap, jax.Array, jax.Array, Any] = run(self, ids)
-        return result
+        exchange = exchange_of(self.low, WAYS, exchange)
+        return _run(call, exchange, self, _checked(caller, ids))  # type: ignore[no-any-return]
 
     def _shared_rows(self, ids: WideIds) -> jax.Array:
         """Rows for ids that own none: the first for padding."""
@@ -241,7 +224,7 @@ def id_map(
     """An empty map from ids to the rows of a table.
 
     Rows are in buckets of 8; an id can be only in the one that its hash names. With half as
-    many ids as rows one in 60 finds its bucket full, with as many one in 7: give twice the
+    many ids as rows one in 120 finds its bucket full, with as many one in 7: give twice the
     rows where nothing shall be evicted.
 
     Args:
@@ -327,6 +310,26 @@ def _types(whole: IdMap, ids: WideIds) -> Any:
     if of_ids.mesh.empty:  # on one device, as everything that does not say where
         of_ids = jax.NamedSharding(of_map.mesh, jax.P())
     return of_map, of_ids, of_ids, of_map
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run(call: Any, exchange: Exchange | None, whole: IdMap, ids: WideIds) -> Any:
+    @on_any_mesh(_types)
+    def run(whole: IdMap, ids: WideIds) -> Any:
+        flat = WideIds(*(x.reshape(-1) for x in ids))
+        if exchange is None:
+            new, rows, changes = call(Part(whole, 0, 1), flat)
+        else:
+            new, rows, changes = on_each_part(
+                lambda part, number, parts, ids: call(Part(part, number, parts), ids),
+                lambda part, parts, ids: Part(part, 0, parts).owner(ids),
+                *(whole, flat, exchange),
+            )
+        found = rows >= 0
+        rows = jnp.where(found, rows, whole._shared_rows(flat))
+        return new, *(x.reshape(ids.low.shape) for x in (rows, found)), changes
+
+    return run(whole, ids)
 
 
 def _refuse(refused: jax.Array) -> None:

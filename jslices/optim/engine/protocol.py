@@ -14,12 +14,13 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
+from jslices._densify import warn_at_line
 from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten
 from jslices._place import boundary
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, check_slices, each_shard
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -146,6 +147,8 @@ class GradientTransformation:
                     "clip_by_block_rms the rows of the table: put them outside of it, in "
                     "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
                 )
+            if name in ("update", "apply"):
+                grads = _warned_of_complex(grads)
             if check is not None:
                 check(grads, state, extra_args.get("peeked"))
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
@@ -278,6 +281,14 @@ class GradientTransformation:
         return self._plan(grads, params, platform)
 
 
+#: Of gradients by complex numbers.
+CONJUGATE = (
+    "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is the "
+    "conjugate of what a step follows. Type grads = jslices.tree.map(lambda g: g.conj(), "
+    "grads) before"
+)
+
+
 def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
     """Refuse None for all gradients, unless there is no parameter."""
     if grads is None and jax.tree.leaves(params):
@@ -295,6 +306,16 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
             "pass the whole tree that js.grad or js.value_and_grad returned, or the one "
             "array as parameters"
         )
+
+
+def _warned_of_complex(grads: Gradients) -> Gradients:
+    """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
+    slices = [g for g in jax.tree.leaves(grads, is_leaf=is_leaf) if is_slices(g)]
+    if not any(g.facts.unconjugated for g in slices):
+        return grads
+    warn_at_line(f"{CONJUGATE} tx.apply or tx.update", category=UserWarning)
+    known = lambda g: g.with_values(g.values) if is_slices(g) else g  # noqa: E731
+    return jax.tree.map(known, grads, is_leaf=is_leaf)
 
 
 def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:

@@ -245,7 +245,7 @@ def step_rows(
         return row_major_array(first), *new
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     distinct |= cpu.sums or cpu.way == "all rows"
-    facts = grad.facts._replace(distinct=distinct)
+    facts = grad.facts.lasting._replace(distinct=distinct)
     return slices_of(first, indices, shape, facts), *new
 
 

@@ -65,7 +65,13 @@ def as_transformation(caller: str, tx: Transformation) -> GradientTransformation
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
         arrays = jax.tree.map(_zeros_for_no_rows, grads, is_leaf=is_leaf)
-        return tx.update(arrays, state, params, **extra_args)
+        updates, new = tx.update(arrays, state, params, **extra_args)
+        if str(jax.tree.structure(new)) != str(jax.tree.structure(state)):
+            raise TypeError(
+                f"{caller} got a transformation of Optax whose state has another structure "
+                "after a step of these gradients; type jslices.from_optax(tx) for it"
+            )
+        return updates, new
 
     return GradientTransformation(tx.init, update)
 

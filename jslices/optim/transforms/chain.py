@@ -1,14 +1,23 @@
 """Transformations one after the other."""
 
 import functools
+from typing import Any
 
 import jax
 
+from jslices._grad.untouched import read_update
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, widening
 from jslices.optim.engine.transformation import check_links
 from jslices.optim.transforms import base
+
+LAZY = (
+    'before an optimizer with untouched="exact" this chain moves rows without gradient, or '
+    "keeps something of them (weight decay, momentum), and nothing makes up for that in "
+    'steps that they miss: type jslices.adamw(..., untouched="exact") for weight decay, or '
+    'untouched="lazy"'
+)
 
 
 @combinator
@@ -21,14 +30,16 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     Args:
       transformations: of jslices or of Optax. An optimizer with ``untouched="exact"`` must
         be the last: the steps that a row has missed are made up by the optimizer alone,
-        and whatever came after it would not apply to them.
+        and whatever came after it would not apply to them. Before it may stand what leaves
+        rows without gradient alone, as clipping does.
 
     Returns:
       A :class:`GradientTransformation`; its state is the tuple of theirs.
 
     Raises:
       TypeError: for anything but a transformation.
-      ValueError: for an exact optimizer that is not the last.
+      ValueError: for an exact optimizer that is not the last; in a step, for one after
+        weight decay, momentum and the like.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -67,6 +78,8 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             new.append(state)
         return grads, tuple(new)
 
+    known: set[Any] = set()  #: trees of gradients whose other rows they leave alone
+
     def run(
         name: str,
         grads: Gradients,
@@ -77,6 +90,10 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     ) -> tuple[PyTree, State]:
         """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
         check_links(state, len(links))
+        if last.catches_up and (tree := jax.tree.structure(grads)) not in known:
+            if not all(read_update(tx, grads, params, extra_args)[1] for tx in before):
+                raise ValueError(LAZY)
+            known.add(tree)
         first = widening(in_turn, key[0] if key else None)
         grads, new = first(grads, state[:-1], params, **extra_args)
         result, part = getattr(last, name)(grads, state[-1], params, *key, **extra_args)

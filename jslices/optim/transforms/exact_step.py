@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jslices._densify import warn_at_line
 from jslices._grad.api import differentiated
 from jslices._grad.call import (
     ExchangeSpec,
@@ -16,13 +17,15 @@ from jslices._grad.call import (
 )
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
+from jslices._grad.untouched import read_update
 from jslices._jax import is_symbolic
 from jslices._place.boundary import mesh_of, platform_at_hand
 from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
-from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.protocol import CONJUGATE, GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
+from jslices.optim.transforms.from_optax import Lifted
 
 
 def exact_step(
@@ -112,9 +115,9 @@ def exact_step(
         for name, x in zip(call.leaf_names, call.primals, strict=True):
             if jnp.iscomplexobj(x):
                 raise TypeError(
-                    f"exact_step differentiates no complex numbers, got {name}: their "
-                    "gradient in JAX is the conjugate of what a step follows. Call "
-                    "tx.catch_up, jslices.grad, jax.tree.map(jnp.conj, grads) and tx.apply"
+                    f"exact_step differentiates no complex numbers, got {name}: "
+                    f"{CONJUGATE} tx.apply(grads, state, params), after tx.catch_up and "
+                    "jslices.grad"
                 )
         planned = plan_call(call, sparse, exchange)
         taken: dict[int, jax.Array] = {}
@@ -141,6 +144,14 @@ def exact_step(
                 taken = {i: x for i, x in enumerate(leaves) if x is not None}
                 (peeked["peeked"],) = call.tree.unflatten(aside)
         value, aux, (grads,) = differentiated(call, planned, taken=taken)
+        known = {"value": value}
+        if isinstance(tx, Lifted) and not read_update(tx, grads, params, known)[1]:
+            warn_at_line(
+                "exact_step got jslices.from_optax(...), which is lazy: rows wait in steps "
+                "that do not read them, and make up for none. Type an optimizer of jslices "
+                'with untouched="exact"; or, for lazy steps, value_and_grad and tx.apply',
+                category=UserWarning,
+            )
         params, state = tx.apply(grads, state, params, value=value, **peeked)
         return (params, state, value, aux) if has_aux else (params, state, value)
 

@@ -1,27 +1,29 @@
 """Any Optax transformation, run on the touched rows only."""
 
-import operator
-import sys
-import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import PyTreeDef
-from jax.typing import DTypeLike
 
-from jslices._jax import flatten, is_symbolic
+from jslices._grad.untouched import read_update
+from jslices._jax import flatten
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
 from jslices._rows.access import room_for_distinct, rows_numbered, set_rows, where_rows
 from jslices._slices import IndexedSlices, deduplicated, is_slices
-from jslices._typing import Arrays, Gradients, Leaf, Params, PyTree, State, Transformation
+from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine import protocol
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.step import Plan, read_rows
 from jslices.optim.engine.transformation import check_structure, checked_gradient
+
+MIXES = (
+    "from_optax: this transformation does not treat each row by itself, as far as can be "
+    "read ({}). Trust ratios, norms of parameters, means over arrays, factored moments, "
+    "noise and measurements do not: use jslices.lamb or jslices.adafactor, measure beside "
+    "the step, or give it dense gradients (sparse=False)"
+)
 
 
 @combinator
@@ -36,9 +38,9 @@ def from_optax(tx: Transformation) -> GradientTransformation:
     its state.
 
     ``tx`` must treat each row by itself, as nearly all do (Adam, RMSProp, Lion, clipping by
-    value or by global norm, weight decay, schedules, chains and partitions of them). Before
-    its first step it is tried on a small table, and refused if it does otherwise: a trust
-    ratio, a norm of the parameters, a mean over an array, noise.
+    value or by global norm, weight decay, schedules, chains and partitions of them). Its
+    program is read before the first step, for tables of any height, and refused if it does
+    otherwise, or may: a trust ratio, a norm of the parameters, a mean over an array, noise.
 
     Args:
       tx: an ``optax.GradientTransformation``.
@@ -78,7 +80,11 @@ def from_optax(tx: Transformation) -> GradientTransformation:
         run = on_any_mesh(protocol.shardings_of_update)(lifted.update)
         return run(grads, state, params, extra_args)
 
-    return GradientTransformation(lifted.init, update, plan=lifted.plan)
+    return Lifted(lifted.init, update, plan=lifted.plan)
+
+
+class Lifted(GradientTransformation):
+    """What :func:`from_optax` returns, always lazy."""
 
 
 class _Lifted:
@@ -86,7 +92,7 @@ class _Lifted:
 
     def __init__(self, tx: Transformation) -> None:
         self.tx = GradientTransformation(tx.init, tx.update)  # it takes extra arguments
-        self.tried: set[Hashable] = set()  #: kinds of gradients that it was tried on
+        self.read: set[Hashable] = set()  #: kinds of gradients that it was read for
 
     def init(self, params: Params) -> State:
         leaves, tree = flatten(params)
@@ -110,22 +116,20 @@ class _Lifted:
         kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
         if any(map(is_slices, touched)):
             _refuse_accumulation(state)
-            if kind not in self.tried:
-                self.tried.add(kind)
-                _refuse_mixing(self, touched, tree, extra_args)
-        return self.step(tree.unflatten(touched), state, params, extra_args)
-
-    def step(
-        self, grads: Gradients, state: State, params: Params, extra_args: dict[str, PyTree]
-    ) -> tuple[Gradients, State]:
-        """A step from gradients in which no row occurs twice."""
-        touched, tree = flatten(grads, is_leaf=is_leaf)
-        rows = _Rows(tree, tree.flatten_up_to(params), touched)
-        values = [_values(g) if is_slices(g) else g for g in touched]
-        if any(map(is_slices, touched)):
             extra_args = {**extra_args, "without_numbers": "from_optax"}
+            if kind not in self.read:
+                grads = tree.unflatten(touched)
+                mixing, _ = read_update(self.tx, grads, params, extra_args)
+                if mixing:
+                    raise ValueError(MIXES.format(mixing))
+                self.read.add(kind)
+        rows = _Rows(tree, arrays, touched)
+        values = [_values(g) if is_slices(g) else g for g in touched]
         outputs, new_state = self.tx.update(
-            tree.unflatten(values), rows.read_state(state), rows.read(params), **extra_args
+            tree.unflatten(values),
+            rows.read_state(state),
+            rows.read(params),
+            **extra_args,
         )
         updates = [
             _update(u, g) for u, g in zip(tree.flatten_up_to(outputs), touched, strict=True)
@@ -238,52 +242,28 @@ def _is_empty(x: PyTree) -> bool:
     return not jax.tree.leaves(x)
 
 
-#: Transformations that act on all rows in some steps, or judge all rows together, which
-#: trying one step does not show: names in Optax, and of the states.
+#: Transformations that act on all rows in some steps, which the program of one step does
+#: not show: the names of their states, and their own in Optax.
 ACT_ON_ALL_ROWS = {
-    "apply_every": "ApplyEvery",
-    "contrib.dadapt_adamw": "contrib.DAdaptAdamWState",
-    "contrib.dog": "contrib.DoGState",
-    "contrib.dowg": "contrib.DoWGState",
-    "contrib.mechanize": "contrib.MechanicState",
-    "contrib.momo": "contrib.MomoState",
-    "contrib.momo_adam": "contrib.MomoAdamState",
-    "contrib.prodigy": "contrib.ProdigyState",
-    "contrib.sam": "contrib.SAMState",
-    "lbfgs": "ScaleByLBFGSState",
-    "lookahead": "LookaheadState",
-    "scale_by_backtracking_linesearch": "ScaleByBacktrackingLinesearchState",
-    "scale_by_zoom_linesearch": "ScaleByZoomLinesearchState",
+    "ApplyEvery": "apply_every",
+    "LookaheadState": "lookahead",
+    "MultiStepsState": "MultiSteps",
+    "SAMState": "contrib.sam",
 }
 
 
 def _refuse_accumulation(state: State) -> None:
-    """Refuse transformations that act on all rows in some step."""
-    optax = sys.modules.get("optax")
-    for name, state_name in ACT_ON_ALL_ROWS.items():
-        if _holds(state, optax, state_name):
-            raise ValueError(
-                f"from_optax cannot lift optax.{name}: it judges or moves all rows "
-                "together, and rows that a step does not touch would miss that; give it "
-                "dense gradients (sparse=False)"
-            )
-    if _holds(state, optax, "MultiStepsState"):
+    def is_of_all(node: PyTree) -> bool:
+        return type(node).__name__ in ACT_ON_ALL_ROWS
+
+    for node in filter(is_of_all, jax.tree.leaves(state, is_leaf=is_of_all)):
         raise ValueError(
-            "from_optax cannot lift optax.MultiSteps: rows that the last micro-step does "
-            "not touch would keep what they have gathered. Accumulate the slices: "
-            "jslices.accumulate_gradients, or jslices.optim.multi_steps(from_optax(tx), k, "
-            "grads)"
+            f"from_optax cannot lift optax.{ACT_ON_ALL_ROWS[type(node).__name__]}: in some "
+            "steps it moves all rows together, and rows that such a step does not touch "
+            "would miss it. Accumulate the slices, by jslices.accumulate_gradients or "
+            "jslices.optim.multi_steps(from_optax(tx), k, grads), or give it dense "
+            "gradients (sparse=False)"
         )
-
-
-def _holds(state: State, optax: types.ModuleType | None, name: str) -> bool:
-    """Whether ``state`` contains a state of this type of Optax."""
-    try:
-        kind: type = operator.attrgetter(name)(optax)
-    except AttributeError:  # no Optax, or one without it
-        return False
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
-    return any(isinstance(x, kind) for x in nodes)
 
 
 def _present(grad: IndexedSlices) -> jax.Array:
@@ -306,95 +286,3 @@ def _update(update: jax.Array, grad: Leaf) -> Leaf:
 
 #: Rows of the table that is tried, and which of them get a gradient.
 HEIGHT, TOUCHED = 7, (1, 4)
-
-
-def _refuse_mixing(
-    lifted: _Lifted,
-    grads: Sequence[Leaf],
-    tree: PyTreeDef,
-    extra_args: dict[str, PyTree],
-) -> None:
-    """Refuses a transformation that is not the same on rows as on the whole array.
-
-    It is tried on tables of a few rows: on the dense gradient of two of them, and, lifted,
-    on these rows alone.
-
-    ``grads`` are the user's, for their kinds, shapes and dtypes. Traced arrays among
-    ``extra_args`` are replaced by ones.
-    """
-    try:
-        with jax.ensure_compile_time_eval():
-            extra = jax.tree.map(_untraced, extra_args)
-            tried = jax.jit(lambda *x: _difference(lifted, grads, tree, extra, *x))
-            # As arguments: computations with constants alone would run here one operation
-            # at a time, each compiled by itself.
-            arrays = _random_arrays(grads), np.array(TOUCHED, np.int32)
-            difference = float(tried(*arrays))
-    except (ArithmeticError, TypeError, ValueError, IndexError, KeyError):
-        return  # It does not run on tables this small: inconclusive.
-    if difference > 1e-3:
-        raise ValueError(
-            "from_optax: this transformation does not treat each row by itself. On a "
-            f"table of {HEIGHT} rows, {len(TOUCHED)} of them with a gradient, its updates "
-            f"differ by {difference:.0%} from those it makes of these rows alone. Trust "
-            "ratios, norms of parameters, means over an array, factored moments and noise "
-            "do that: use jslices.lamb or jslices.adafactor, or give it dense gradients "
-            "(sparse=False)"
-        )
-
-
-def _untraced(x: PyTree) -> PyTree:
-    return np.ones(x.shape, x.dtype) if isinstance(x, jax.core.Tracer) else x
-
-
-def _random_arrays(grads: Sequence[Leaf]) -> list[tuple[np.ndarray, ...]]:
-    """For each gradient a parameter and gradients of two steps; a parameter for None."""
-    rng = np.random.default_rng(0)
-
-    def random(count: int, shape: Sequence[int], dtype: DTypeLike) -> Any:
-        return tuple(np.asarray(rng.normal(size=shape), dtype) for _ in range(count))
-
-    def of(g: Leaf) -> tuple[np.ndarray, ...]:
-        if g is None:
-            return random(1, (), jnp.float32)
-        if isinstance(g, IndexedSlices):
-            return random(3, (HEIGHT, *g.values.shape[1:]), g.dtype)
-        shape = [HEIGHT if is_symbolic(n) else min(n, HEIGHT) for n in g.shape]
-        return random(3, shape, g.dtype)
-
-    return [of(g) for g in grads]
-
-
-def _difference(
-    lifted: _Lifted,
-    grads: Sequence[Leaf],
-    tree: PyTreeDef,
-    extra: dict[str, PyTree],
-    arrays: Sequence[Arrays],
-    touched: jax.Array,
-) -> jax.Array:
-    """How far the updates of the two rows differ, relative to the largest."""
-    tx = lifted.tx
-    columns: list[tuple[Leaf, Leaf, Leaf, Leaf]] = []
-    for g, (param, *steps) in zip(grads, arrays, strict=True):
-        if g is None:
-            columns.append((param, None, None, None))
-            continue
-        before, now = steps
-        rows: Leaf = now
-        if is_slices(g):
-            rows = IndexedSlices(now[touched], touched, now.shape)
-            now = rows.to_dense()
-        columns.append((param, before, now, rows))
-    params, before, whole, rows = map(tree.unflatten, zip(*columns, strict=True))
-    _, state = tx.update(before, tx.init(params), params, **extra)
-    expected, _ = tx.update(whole, state, params, **extra)
-    got, _ = lifted.step(rows, state, params, extra)
-    worst = jnp.zeros(())
-    for u, w in zip(tree.flatten_up_to(got), tree.flatten_up_to(expected), strict=True):
-        if is_slices(u):
-            u, w = u.values, w[u.indices]
-        if u is not None and jnp.issubdtype(u.dtype, jnp.floating):
-            gap = jnp.max(jnp.abs(u - w)) / (jnp.max(jnp.abs(w)) + 1e-30)
-            worst = jnp.maximum(worst, gap.astype(worst.dtype))
-    return worst

@@ -245,8 +245,7 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     if placement is not None:
         rows = split_by(param, rows, PartitionSpec(None, *placement.by_rows_and_columns))
         entries = split_by(param, entries, PartitionSpec(None, *placement.by_rows))
-    facts = example.facts._replace(distinct=False)
-    return slices_of(rows, entries, shape, facts)
+    return slices_of(rows, entries, shape, example.facts.lasting)
 
 
 def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
