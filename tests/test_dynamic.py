@@ -181,6 +181,7 @@ TABLES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:exact_step got jslices.from_optax")
 @pytest.mark.parametrize("name", TABLES)
 def test_a_reset_row_begins_with_the_state_of_a_new_one(name):
     tx = TABLES[name]
