@@ -273,9 +273,11 @@ class Module:
     def elements(self, computation: str) -> list[Value]:
         """The arrays that a computation returns."""
         root = self.result(computation)
+        makers = [root]
         if root.opcode == "tuple":
-            return [(self.operand(root, n), 0) for n in range(len(root.operands))]
-        return [(root, n) for n in range(len(root.arrays))]
+            makers = [self.operand(root, n) for n in range(len(root.operands))]
+        # An element of a tuple may be a tuple, in the fusions of a GPU.
+        return [(each, n) for each in makers for n in range(len(each.arrays))]
 
     def run(self) -> Iterator[Instruction]:
         """All instructions that are not part of a fusion."""
