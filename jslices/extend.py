@@ -60,7 +60,6 @@ from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
 # The last steps of rows, from the clock of an exact optimizer, which may be frozen.
-from jslices.optim.engine.catch_up import frozen_as as frozen_as
 from jslices.optim.engine.catch_up import last_done as last_done
 
 # The state of some rows of a table, for what goes by row numbers.
@@ -84,7 +83,6 @@ __all__ = [
     "check_mode",
     "check_slices",
     "empty_index",
-    "frozen_as",
     "human_bytes",
     "index_dtype",
     "install_command",

@@ -190,7 +190,7 @@ def test_a_reset_row_begins_with_the_state_of_a_new_one(name):
     step = jax.jit(js.optim.exact_step(loss, tx))
     for ids in ([0, 1, 5], [1, 2, 5]):
         params, state, _ = step(params, state, jnp.array(ids), jnp.arange(3.0))
-    rows = {"table": jnp.array([5, 2**31 - 1, 1, -1]), "w": None}
+    rows = {"table": jnp.array([5, -1, 1]), "w": None}  # fewer than columns
     values = {"table": ROW, "w": None}
     after, new = jax.jit(functools.partial(js.checkpoint.reset_rows, tx))(
         params, state, rows, values
@@ -230,7 +230,7 @@ def test_reset_refuses_what_it_cannot_place():
     tx, params = js.adam(0.1), {"table": jnp.zeros((3, 2)), "w": jnp.zeros(2)}
     state = tx.init(params)
     reset = functools.partial(js.checkpoint.reset_rows, tx, params, state)
-    with pytest.raises(ValueError, match=r"rows must mirror params"):
+    with pytest.raises(ValueError, match="rows and values must mirror params"):
         reset({"tables": jnp.array([1])}, {"table": 0.0, "w": None})
     with pytest.raises(TypeError, match=r"integer rows of table, got float32\[1\]"):
         reset({"table": jnp.array([1.0]), "w": None}, {"table": 0.0, "w": None})
@@ -373,9 +373,9 @@ def test_least_worthy_owners_go_first():
 
 def test_wrong_options_are_refused():
     for options in ({"after": 0}, {"shared": 0}, {"half_life": -1}, {"devices": 0}):
-        with pytest.raises(js.InvalidArgumentError, match="must be at least 1"):
+        with pytest.raises(js.InvalidArgumentError, match="int of at least 1"):
             dynamic.id_map(8, **options)
-    with pytest.raises(js.InvalidArgumentError, match="at least 1"):
+    with pytest.raises(js.InvalidArgumentError, match="of at least 1"):
         dynamic.id_map(0)
     with pytest.raises(js.InvalidArgumentError, match="at most"):
         dynamic.id_map(2**31)

@@ -21,9 +21,9 @@ from jslices.extend import (
     as_ids,
     as_transformation,
     canonical_indices,
-    frozen_as,
     like_first,
     on_any_mesh,
+    rows_at,
 )
 
 
@@ -105,7 +105,8 @@ def resize_rows(
             "resize_rows: gradients of the old tables wait in the state for the next step "
             "of multi_steps; resize it when mini_step is 0"
         )
-    is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(fresh))
+    structure: Any = jax.tree.structure(fresh)
+    is_bare = jax.tree_util.treedef_is_leaf(structure)
     owners = {name: _owner(name, new, is_bare) for name in begin}
     problems: list[str] = []
     resized_params = [
@@ -117,9 +118,13 @@ def resize_rows(
     ]
     if problems:
         raise ValueError(f"resize_rows: {listed(problems)}")
-    params = jax.tree.unflatten(jax.tree.structure(fresh), resized_params)
+    params = structure.unflatten(resized_params)
     state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), resized_state)
-    return params, _new_rows_up_to_date(tx, params, state, sources)
+    ids = structure.unflatten(
+        _new_rows(sources[name], x.shape) if name in sources else None
+        for name, x in new.items()
+    )
+    return params, _with_clocks(state, tx, params, state, ids)
 
 
 def reset_rows(
@@ -166,22 +171,24 @@ def reset_rows(
     as well, inside of their lookup.
     """
     tx = as_transformation("reset_rows", tx)
-    names, leaves, structure = named_leaves(params)
-    numbers, begins, named = {}, {}, []
-    rows, values = (
-        dict(zip(names, _mirrored(what, tree, structure), strict=True))
-        for what, tree in (("rows", rows), ("values", values))
-    )
-    for name, table in zip(names, leaves, strict=True):
-        if rows[name] is not None:
-            entries = _row_values(name, rows[name], values[name], table)
-            numbers[name], begins[name] = entries
-            named.append(jnp.any(numbers[name] < len(table)))
-    if not numbers:
+    names, tables, structure = named_leaves(params)
+    try:
+        columns = structure.flatten_up_to(rows), structure.flatten_up_to(values)
+    except ValueError as error:
+        raise ValueError(
+            "reset_rows: rows and values must mirror params, with an array for each table "
+            f"that has rows to reset and None elsewhere; {error}"
+        ) from None
+    changes, is_any = {}, []
+    for name, table, ids, value in zip(names, tables, *columns, strict=True):
+        if ids is not None:
+            changes[name] = numbers, _ = _first_values(name, table, ids, value)
+            is_any.append(jnp.any(numbers < len(table)))
+    if not changes:
         return params, state
-    begin = functools.partial(_begun, tx, numbers, begins)
+    begin = functools.partial(_begun, tx, changes)
     if_any = lambda *old: lax.cond(  # noqa: E731
-        functools.reduce(jnp.logical_or, named), begin, lambda *old: old, *old
+        functools.reduce(jnp.logical_or, is_any), begin, lambda *old: old, *old
     )
     # But for a CPU it takes longer to wait for the answer than to write nothing.
     result: tuple[Params, State] = lax.platform_dependent(
@@ -190,55 +197,8 @@ def reset_rows(
     return result
 
 
-def _begun(
-    tx: GradientTransformation,
-    numbers: dict[str, Any],
-    begins: dict[str, Any],
-    params: Params,
-    state: State,
-) -> tuple[Params, State]:
-    """Parameters and state with rows ``[n]`` of some tables as they begin, ``[n, *D]``."""
-    names, leaves, structure = named_leaves(params)
-    tables = dict(zip(names, leaves, strict=True))
-    begin = structure.unflatten((tables | begins).values())
-    is_bare = jax.tree_util.treedef_is_leaf(structure)
-    old, begun = _by_name(state), _by_name(jax.jit(tx.init)(begin))
-    _check_names("state", old, begun, "tx.init(params) has", "reset_rows")
-
-    def changed(name: str, x: Any, start: Any) -> Any:
-        owner = _owner(name, tables, is_bare)
-        if owner not in numbers:
-            return x
-        if is_slices(x):
-            return _without_rows(x, numbers[owner])
-        heights = tables[owner].shape[:1], begins[owner].shape[:1]
-        if (jnp.shape(x)[:1], jnp.shape(start)[:1]) != heights:
-            return x
-        if re.search(r"(?:^|/)clock/last(?:/|$)", name):  # tx.init saw other row numbers
-            start = frozen_as(jnp.asarray(x).at[numbers[owner]].get(mode="clip"), start)
-        return _with_rows(x, numbers[owner], start)
-
-    tree: Any = jax.tree.structure(state, is_leaf=is_slices)
-    state = tree.unflatten(changed(name, x, begun[name]) for name, x in old.items())
-    changes = {n: _with_rows(tables[n], rows, begins[n]) for n, rows in numbers.items()}
-    params = structure.unflatten((tables | changes).values())
-    ids = structure.unflatten(numbers.get(name) for name in names)
-    return params, _up_to_date(tx, params, state, ids)
-
-
-def _mirrored(what: str, tree: PyTree, structure: Any) -> list[Any]:
-    try:
-        leaves: list[Any] = structure.flatten_up_to(tree)
-    except ValueError as error:
-        raise ValueError(
-            f"reset_rows: {what} must mirror params, with an array for each table that has "
-            f"rows to reset and None elsewhere; {error}"
-        ) from None
-    return leaves
-
-
-def _row_values(name: str, rows: Any, values: Any, table: Any) -> tuple[Any, Any]:
-    """Row numbers ``[n]`` and the values ``[n, *D]`` that they begin with, n never V."""
+def _first_values(name: str, table: Any, rows: Any, values: Any) -> tuple[Any, Any]:
+    """Row numbers ``[n]``, and the values ``[n, *D]`` that they begin with."""
     numbers, shape = as_ids(rows, "reset_rows", f"rows of {name}"), jnp.shape(table)
     if not shape:
         raise ValueError(f"reset_rows: {name} is a number, which has no rows; pass None")
@@ -250,16 +210,53 @@ def _row_values(name: str, rows: Any, values: Any, table: Any) -> tuple[Any, Any
             f"reset_rows: values of {name} must be {list(wanted)}, or broadcast to it, got "
             f"{None if values is None else list(jnp.shape(values))}"
         ) from None
-    numbers, start = numbers.reshape(-1), start.reshape(-1, *shape[1:])
-    if len(numbers) == shape[0]:  # shapes must tell rows from what all rows share
-        numbers = jnp.append(numbers, np.iinfo(numbers.dtype).max)
-        start = jnp.concatenate([start, jnp.zeros_like(start[:1])])
-    return canonical_indices(numbers, shape[0]), start
+    numbers = canonical_indices(numbers.reshape(-1), shape[0])
+    return numbers, start.reshape(numbers.size, *shape[1:])
+
+
+def _begun(
+    tx: GradientTransformation,
+    changes: dict[str, tuple[Any, Any]],
+    params: Params,
+    state: State,
+) -> tuple[Params, State]:
+    """Parameters with other values of some rows, whose state is that of ``tx.init``."""
+    names, leaves, structure = named_leaves(params)
+    tables = dict(zip(names, leaves, strict=True))
+    is_bare = jax.tree_util.treedef_is_leaf(structure)
+    new = structure.unflatten(
+        _with_rows(x, *changes[n]) if n in changes else x for n, x in tables.items()
+    )
+    # XLA makes only the rows that are read of it.
+    old, start = _by_name(state), _by_name(tx.init(new))
+    _check_names("state", old, start, "tx.init(params) has", "reset_rows")
+
+    def begun(name: str, x: Any) -> Any:
+        owner = _owner(name, tables, is_bare)
+        if owner not in changes:
+            return x
+        ids, table, shape = changes[owner][0], tables[owner].shape, jnp.shape(x)
+        if is_slices(x):
+            return _without_rows(x, ids)
+        first = shape[:1] == table[:1] and table[0] not in (*shape[1:], *table[1:])
+        if shape == table or first:
+            return _with_rows(x, ids, rows_at(start[name], ids))
+        if table[0] in shape and table[0] > 1:
+            raise ValueError(
+                f"reset_rows: which axis of {name} {list(shape)} has the rows of {owner} "
+                f"{list(table)} cannot be told; make the table higher than it is wide"
+            )
+        return x
+
+    tree: Any = jax.tree.structure(state, is_leaf=is_slices)
+    begin = tree.unflatten(begun(name, x) for name, x in old.items())
+    ids = structure.unflatten(changes[n][0] if n in changes else None for n in names)
+    return new, _with_clocks(begin, tx, params, state, ids)
 
 
 @on_any_mesh(like_first)
-def _with_rows(x: Any, rows: Any, start: Any) -> jax.Array:
-    return row_major(jnp.asarray(x)).at[rows].set(start, mode="drop")  # type: ignore[no-any-return]
+def _with_rows(x: Any, rows: Any, values: Any) -> jax.Array:
+    return row_major(jnp.asarray(x)).at[rows].set(values, mode="drop")  # type: ignore[no-any-return]
 
 
 @on_any_mesh(like_first)
@@ -411,33 +408,20 @@ def _lies_as(old: Any, new: Any) -> bool:
     return not isinstance(new, jax.Array)
 
 
-def _new_rows_up_to_date(
-    tx: GradientTransformation, params: Params, state: State, sources: dict[str, _Source]
+def _with_clocks(
+    new: State, tx: GradientTransformation, params: Params, state: State, ids: PyTree
 ) -> State:
-    """The state of an exact optimizer, in which new rows have missed no step."""
-    names, leaves, structure = named_leaves(params)
-    ids = structure.unflatten(
-        _new_rows(sources[name], x.shape) if name in sources else None
-        for name, x in zip(names, leaves, strict=True)
-    )
-    return _up_to_date(tx, params, state, ids)
-
-
-def _up_to_date(
-    tx: GradientTransformation, params: Params, state: State, ids: PyTree
-) -> State:
-    """The state of an exact optimizer, in which some rows have missed no step."""
-    if not getattr(tx, "catches_up", False):
-        return state
+    """``new`` with the clocks of ``state``, in which some rows have missed no step."""
 
     @jax.jit  # which computes only the clocks
     def clocks_of(params: Params, state: State, ids: PyTree) -> list[Any]:
-        _, later = tx.catch_up(params, state, ids)
-        return [part._asdict().get("clock") for part in optimizer_states(later)]
+        if getattr(tx, "catches_up", False):
+            _, state = tx.catch_up(params, state, ids)
+        return [getattr(part, "clock", None) for part in optimizer_states(state)]
 
     clocks = clocks_of(params, state, ids)
     return map_optimizer_states(
-        lambda i, part: part if clocks[i] is None else part._replace(clock=clocks[i]), state
+        lambda i, part: part if clocks[i] is None else part._replace(clock=clocks[i]), new
     )
 
 

@@ -70,13 +70,6 @@ def last_done(last: jax.Array) -> jax.Array:
     return jnp.where(never_moves(last), FROZEN - last, jnp.maximum(last, ~last))
 
 
-def frozen_as(old: jax.Array, last: jax.Array) -> jax.Array:
-    """The last steps of rows that are frozen if those of ``old`` are."""
-    done = last_done(last)
-    held = jnp.where(old < 0, ~done, done)
-    return jnp.where(never_moves(old), FROZEN - done, held)
-
-
 def _float_like(p: Any) -> np.dtype:
     """The dtype of numbers that missed steps take of a parameter: float32 or float64."""
     return np.dtype("f8" if jnp.result_type(p) in ("float64", "complex128") else "f4")
