@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -138,9 +139,12 @@ def is_padding(ids: WideIds) -> jax.Array:
     return (ids.low == NOBODY) & (ids.high == NOBODY)
 
 
-def hashed(ids: WideIds, seed: int) -> jax.Array:
-    """MurmurHash3 (x86, 32 bits; Austin Appleby) of the 8 bytes of each id: uint32."""
-    h = jnp.full_like(ids.low, seed)
+def hashed(ids: WideIds, use: str) -> jax.Array:
+    """A hash of ids, another for each use of it: uint32.
+
+    MurmurHash3 (x86, 32 bits; Austin Appleby) of the 8 bytes of each.
+    """
+    h = jnp.full_like(ids.low, zlib.crc32(use.encode()))
     for word in ids:
         k = _rotated(word * WORD.type(0xCC9E2D51), 15) * WORD.type(0x1B873593)
         h = _rotated(h ^ k, 13) * WORD.type(5) + WORD.type(0xE6546B64)

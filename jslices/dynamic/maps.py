@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,10 +10,10 @@ import numpy as np
 from jax.experimental import checkify
 
 from jslices import Exchange, FailedPreconditionError, InvalidArgumentError
-from jslices.dynamic.buckets import COUNTERS, NO_ROW, WAYS, Part, buckets_of, hashed_for
+from jslices.dynamic.buckets import COUNTERS, NO_ROW, WAYS, Part, buckets_of
 from jslices.dynamic.devices import exchange_of, on_each_part
-from jslices.dynamic.ids import NOBODY, WORD, WideIds, is_padding
-from jslices.extend import OneOf, on_any_mesh
+from jslices.dynamic.ids import NOBODY, WORD, WideIds, hashed, is_padding
+from jslices.extend import Number, OneOf, on_any_mesh
 
 Policy = Literal["lru", "lfu", "tinylfu", "never"]
 
@@ -79,7 +78,7 @@ class IdMap:
 
         Cost: reads ``16 K`` integers.
         """
-        _, rows, found, _ = self._run(Part.find, "find", ids, exchange)
+        _, rows, found, _ = self._run(Part.find, ids, exchange)
         return rows, found
 
     def admit(
@@ -113,10 +112,11 @@ class IdMap:
         ``8 K`` and writes 3 for each. In place where the map is donated. On N devices k
         ids each: two integers are sent for each id, and one comes back.
         """
-        new, rows, found, changes = self._run(Part.admit, "admit", ids, exchange)
+        new, rows, found, changes = self._run(Part.admit, ids, exchange)
+        out = Admitted(rows, found, *changes)
         if check:
-            _refuse(changes.refused)
-        return new, Admitted(rows, found, *changes)
+            _refuse(out.refused)
+        return new, out
 
     def evict(
         self, ids: WideIds, *, exchange: Exchange | None = None
@@ -128,7 +128,7 @@ class IdMap:
           its id came, and ``2**31 - 1`` for ids without one. Their values stay until they
           are reset or have new owners.
         """
-        new, rows, found, _ = self._run(Part.evict, "evict", ids, exchange)
+        new, rows, found, _ = self._run(Part.evict, ids, exchange)
         return new, jnp.where(found, rows, NO_ROW)
 
     def export(self, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -195,18 +195,9 @@ class IdMap:
             f"policy={self.policy!r}{self.name and f', name={self.name!r}'})"
         )
 
-    def _run(
-        self, call: Any, caller: str, ids: Any, exchange: Exchange | None
-    ) -> tuple["IdMap", jax.Array, jax.Array, Any]:
-        """A method of :class:`Part`, wherever the buckets are."""
-        exchange = exchange_of(self.low, WAYS, exchange)
-        return _run(call, exchange, self, _checked(caller, ids))  # type: ignore[no-any-return]
-
-    def _shared_rows(self, ids: WideIds) -> jax.Array:
-        """Rows for ids that own none: the first for padding."""
-        number = hashed_for("shared", self.name, ids) % WORD.type(self.shared)
-        number = jnp.where(is_padding(ids), 0, number.astype(jnp.int32))
-        return self.low.shape[0] + number
+    def _run(self, call: Any, ids: Any, exchange: Exchange | None) -> Any:
+        _check(call.__name__, ids)
+        return _run(call, exchange_of(self.low, exchange), self, ids)
 
 
 def id_map(
@@ -285,10 +276,10 @@ def id_map(
     a set-associative cache; TinyLFU by Einziger, Friedman and Manes (2017).
     """
     OneOf("lru", "lfu", "tinylfu", "never").check("id_map", "policy", policy)
-    numbers = {"num_rows": num_rows, "after": after, "shared": shared, "devices": devices}
-    for argument, x in (numbers | {"expire": expire, "half_life": half_life}).items():  # type: ignore[operator]
-        if x is not None and operator.index(x) < 1:
-            raise InvalidArgumentError(f"id_map({argument}={x}): it must be at least 1")
+    counts = {"num_rows": num_rows, "after": after, "shared": shared, "devices": devices}
+    spans = {"expire": expire, "half_life": half_life}
+    for argument, x in (counts | {n: x for n, x in spans.items() if x is not None}).items():
+        Number(at_least=1, integer=True).check("id_map", argument, x)
     buckets = -(-num_rows // (WAYS * devices)) * devices
     size = buckets * WAYS
     if size + shared >= NO_ROW:
@@ -304,7 +295,7 @@ def id_map(
     return IdMap(*arrays, name, policy, shared, after, expire, half_life)
 
 
-def _types(whole: IdMap, ids: WideIds) -> Any:
+def _types(_call: Any, _exchange: Any, whole: IdMap, ids: WideIds) -> Any:
     """Of results on Explicit axes: rows are where the ids are, changes where the map is."""
     of_map, of_ids = (jax.typeof(x.low).sharding for x in (whole, ids))
     if of_ids.mesh.empty:  # on one device, as everything that does not say where
@@ -313,23 +304,19 @@ def _types(whole: IdMap, ids: WideIds) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@on_any_mesh(_types)
 def _run(call: Any, exchange: Exchange | None, whole: IdMap, ids: WideIds) -> Any:
-    @on_any_mesh(_types)
-    def run(whole: IdMap, ids: WideIds) -> Any:
-        flat = WideIds(*(x.reshape(-1) for x in ids))
-        if exchange is None:
-            new, rows, changes = call(Part(whole, 0, 1), flat)
-        else:
-            new, rows, changes = on_each_part(
-                lambda part, number, parts, ids: call(Part(part, number, parts), ids),
-                lambda part, parts, ids: Part(part, 0, parts).owner(ids),
-                *(whole, flat, exchange),
-            )
-        found = rows >= 0
-        rows = jnp.where(found, rows, whole._shared_rows(flat))
-        return new, *(x.reshape(ids.low.shape) for x in (rows, found)), changes
-
-    return run(whole, ids)
+    """A method of :class:`Part`, wherever the buckets are."""
+    flat = WideIds(*(x.reshape(-1) for x in ids))
+    if exchange is None:
+        new, rows, changes = call(Part.of(whole, flat))
+    else:
+        new, rows, changes = on_each_part(call, whole, flat, exchange)
+    found = rows >= 0
+    shared = hashed(flat, f"{whole.name}/shared") % WORD.type(whole.shared)
+    shared = jnp.where(is_padding(flat), 0, shared.astype(jnp.int32))
+    rows = jnp.where(found, rows, whole.low.shape[0] + shared)
+    return new, *(x.reshape(ids.low.shape) for x in (rows, found)), changes
 
 
 def _refuse(refused: jax.Array) -> None:
@@ -343,13 +330,11 @@ def _refuse(refused: jax.Array) -> None:
         raise FailedPreconditionError(message.format(refused=int(refused)))
 
 
-def _checked(caller: str, ids: Any) -> WideIds:
-    if isinstance(ids, WideIds):
-        low, high = map(jnp.asarray, ids)
-        if low.dtype == high.dtype == WORD and low.shape == high.shape:
-            return WideIds(low, high)
-    got = f"{ids.dtype}{[*ids.shape]}" if hasattr(ids, "dtype") else type(ids).__name__
-    raise TypeError(
-        f"{caller} wants the ids that wide_ids makes, got {got}; type "
-        f"ids.{caller}(dynamic.wide_ids(...)), or pass wide_ids(...) to the jitted step"
-    )
+def _check(caller: str, ids: Any) -> None:
+    words = [getattr(x, "dtype", None) for x in ids] if isinstance(ids, WideIds) else []
+    if words != [WORD, WORD] or ids.low.shape != ids.high.shape:
+        got = f"{ids.dtype}{[*ids.shape]}" if hasattr(ids, "dtype") else type(ids).__name__
+        raise TypeError(
+            f"{caller} wants the ids that wide_ids makes, got {got}; type "
+            f"ids.{caller}(dynamic.wide_ids(...)), or pass wide_ids(...) to the jitted step"
+        )
