@@ -226,6 +226,19 @@ def test_gradients_that_wait_for_a_reset_row_are_dropped():
     np.testing.assert_array_equal(params[:, 0], [0, -1, 6, 0, 0, 0])
 
 
+def test_a_table_with_the_name_of_a_field_has_its_own_state():
+    tx, params = (
+        js.adam(0.1),
+        {"mu": {"table": jnp.ones((6, 2))}, "table": jnp.ones((6, 2))},
+    )
+    state = jax.tree.map(jnp.ones_like, tx.init(params))
+    rows, values = ({"mu": {"table": x}, "table": None} for x in (np.array([1]), 0.0))
+    _, state = js.checkpoint.reset_rows(tx, params, state, rows, values)
+    for moments in (state.mu, state.nu):
+        assert moments["mu"]["table"][:, 0].tolist() == [1, 0, 1, 1, 1, 1]
+        assert (moments["table"] == 1).all()
+
+
 def test_reset_refuses_what_it_cannot_place():
     tx, params = js.adam(0.1), {"table": jnp.zeros((3, 2)), "w": jnp.zeros(2)}
     state = tx.init(params)
@@ -238,6 +251,9 @@ def test_reset_refuses_what_it_cannot_place():
         reset({"table": jnp.array([1]), "w": None}, {"table": jnp.ones(3), "w": None})
     with pytest.raises(ValueError, match="number, which has no rows"):
         js.checkpoint.reset_rows(tx, 1.0, tx.init(1.0), jnp.array([0]), 0.0)
+    square, by_row = jnp.zeros((3, 3)), js.rowwise_adagrad(0.1)
+    with pytest.raises(ValueError, match=r"sum_of_squares \[3\].*table higher than it is"):
+        js.checkpoint.reset_rows(by_row, square, by_row.init(square), np.array([1]), 0.0)
     wide = np.array([2**32 + 1])  # no row
     np.testing.assert_array_equal(
         reset({"table": wide, "w": None}, {"table": 5.0, "w": None})[0]["table"], 0.0
@@ -413,6 +429,15 @@ def test_a_step_is_in_place(policy):
 
 
 # --- meshes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_device_has_whole_buckets(kind):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(getattr(AxisType, kind),))
+    ids = dynamic.id_map(8, sharding=jax.NamedSharding(mesh, jax.P("x")))
+    exchange = js.Exchange("x") if kind == "Auto" else None
+    with pytest.raises(js.InvalidArgumentError, match=r"8 rows on .*whole buckets"):
+        ids.find(dynamic.wide_ids([1]), exchange=exchange)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Resizing tables, and beginning rows anew, with the state of their optimizer."""
 
+import collections
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -106,8 +107,7 @@ def resize_rows(
             "of multi_steps; resize it when mini_step is 0"
         )
     structure: Any = jax.tree.structure(fresh)
-    is_bare = jax.tree_util.treedef_is_leaf(structure)
-    owners = {name: _owner(name, new, is_bare) for name in begin}
+    owners = _owners(begin, new, structure)
     problems: list[str] = []
     resized_params = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
@@ -198,7 +198,11 @@ def reset_rows(
 
 
 def _first_values(name: str, table: Any, rows: Any, values: Any) -> tuple[Any, Any]:
-    """Row numbers ``[n]``, and the values ``[n, *D]`` that they begin with."""
+    """Row numbers ``[n]``, and the values ``[n, *D]`` that they begin with.
+
+    There are as many as it takes for a state of the same form, which in Adafactor depends
+    on whether there are more rows than columns.
+    """
     numbers, shape = as_ids(rows, "reset_rows", f"rows of {name}"), jnp.shape(table)
     if not shape:
         raise ValueError(f"reset_rows: {name} is a number, which has no rows; pass None")
@@ -211,7 +215,12 @@ def _first_values(name: str, table: Any, rows: Any, values: Any) -> tuple[Any, A
             f"{None if values is None else list(jnp.shape(values))}"
         ) from None
     numbers = canonical_indices(numbers.reshape(-1), shape[0])
-    return numbers, start.reshape(numbers.size, *shape[1:])
+    start = start.reshape(numbers.size, *shape[1:])
+    enough = min(shape[0], 1 + max(shape[1:], default=0))
+    if numbers.size < enough:
+        at = jnp.arange(enough, dtype=jnp.int32)
+        numbers, start = rows_at(numbers, at, fill_value=shape[0]), rows_at(start, at)
+    return numbers, start
 
 
 def _begun(
@@ -223,24 +232,21 @@ def _begun(
     """Parameters with other values of some rows, whose state is that of ``tx.init``."""
     names, leaves, structure = named_leaves(params)
     tables = dict(zip(names, leaves, strict=True))
-    is_bare = jax.tree_util.treedef_is_leaf(structure)
-    new = structure.unflatten(
-        _with_rows(x, *changes[n]) if n in changes else x for n, x in tables.items()
-    )
-    # XLA makes only the rows that are read of it.
-    old, start = _by_name(state), _by_name(tx.init(new))
+    begin = structure.unflatten(changes.get(n, (0, x))[1] for n, x in tables.items())
+    old, start = _by_name(state), _by_name(jax.jit(tx.init)(begin))
     _check_names("state", old, start, "tx.init(params) has", "reset_rows")
+    owners = _owners(old, tables, structure)
 
     def begun(name: str, x: Any) -> Any:
-        owner = _owner(name, tables, is_bare)
+        owner = owners[name]
         if owner not in changes:
             return x
-        ids, table, shape = changes[owner][0], tables[owner].shape, jnp.shape(x)
+        (ids, values), table, shape = changes[owner], tables[owner].shape, jnp.shape(x)
         if is_slices(x):
             return _without_rows(x, ids)
-        first = shape[:1] == table[:1] and table[0] not in (*shape[1:], *table[1:])
-        if shape == table or first:
-            return _with_rows(x, ids, rows_at(start[name], ids))
+        is_row = table[0] not in (*shape[1:], *table[1:]) and shape[:1] == table[:1]
+        if shape == table or (is_row and jnp.shape(start[name])[:1] == values.shape[:1]):
+            return _with_rows(x, ids, start[name])
         if table[0] in shape and table[0] > 1:
             raise ValueError(
                 f"reset_rows: which axis of {name} {list(shape)} has the rows of {owner} "
@@ -249,9 +255,13 @@ def _begun(
         return x
 
     tree: Any = jax.tree.structure(state, is_leaf=is_slices)
-    begin = tree.unflatten(begun(name, x) for name, x in old.items())
+    new = tree.unflatten(begun(name, x) for name, x in old.items())
     ids = structure.unflatten(changes[n][0] if n in changes else None for n in names)
-    return new, _with_clocks(begin, tx, params, state, ids)
+    state = _with_clocks(new, tx, params, state, ids)
+    params = structure.unflatten(
+        _with_rows(x, *changes[n]) if n in changes else x for n, x in tables.items()
+    )
+    return params, state
 
 
 @on_any_mesh(like_first)
@@ -351,15 +361,23 @@ def _is_under_way(name: str, x: Any) -> bool:
     return counts and jnp.ndim(x) == 0 and int(x) > 0
 
 
-def _owner(name: str, params: Mapping[str, Any], is_bare: bool) -> str:
-    """The parameter of a state array: the array's path in the state ends with its path."""
-    if re.search("(?:^|/)clock/run$", name):
-        return ""
-    if is_bare:
-        return next(iter(params))
-    parts = array_name(name).split("/")
-    ends = ("/".join(parts[start:]) for start in range(len(parts)))
-    return next((end for end in ends if end in params), "")
+def _owners(state: Iterable[str], params: Mapping[str, Any], tree: Any) -> dict[str, str]:
+    """The parameter of each state array, whose path ends with the parameter's; or ``""``.
+
+    If several do, as where one has the name of a field, it is the one with most neighbours.
+    """
+    bare = next(iter(params)) if jax.tree_util.treedef_is_leaf(tree) else ""
+    splits = {}
+    for name in state:
+        has_rows = not re.search("(?:^|/)clock/run$", name)
+        parts = array_name(name).split("/") * has_rows
+        pairs = [("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts))]
+        splits[name] = [pair for pair in pairs if bare or pair[1] in params]
+    count = collections.Counter(start for pairs in splits.values() for start, _ in pairs)
+    return {
+        name: (bare or max(pairs, key=lambda pair: count[pair[0]])[1]) if pairs else ""
+        for name, pairs in splits.items()
+    }
 
 
 def _resized(
