@@ -120,7 +120,7 @@ def step(table, ids):
     table.store(put(rows, places, ids.astype(np.float32)))
 
 
-def owners(table):
+def owners(table, _=()):
     """The steps, and the ids that own rows, each of which has the value of its id."""
     known, rows = table.ids.export()
     assert len({*rows.tolist()}) == len({*known.tolist()}) == len(known)
