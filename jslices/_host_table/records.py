@@ -213,10 +213,10 @@ def offsets_in(head: bytes) -> Offsets:
     about = json.loads(text[len(_MAGIC) :])
     rows, record, size = (operator.index(about[n]) for n in ("rows", "record", "state"))
     state = _whole_pages(len(text))
-    entries, entry = _whole_pages(state + size + _MARK.size), about.get("entry", 0)
-    first, mark = _whole_pages(entries + rows * entry), entries - _MARK.size
-    shared = size - _DONE.itemsize
-    return Offsets(state, mark, entries, entry, first, record, rows, shared)
+    entries = _whole_pages(state + size + _MARK.size)
+    entry = operator.index(about.get("entry", 0))
+    first, shared = _whole_pages(entries + rows * entry), size - _DONE.itemsize
+    return Offsets(state, entries - _MARK.size, entries, entry, first, record, rows, shared)
 
 
 def offsets_of(file: File) -> Offsets | None:
@@ -273,8 +273,9 @@ class FileForm:
             raise InvalidArgumentError(
                 f"{path} holds a table with {holds}, and HostTable was asked for one with "
                 f"{asked}; open it with the shape, dtype and optimizer that it was made "
-                f"with, {f'keyed={keyed[1]}' if keyed else 'without keyed='}. "
-                "table.grow(rows) gives it more rows"
+                "with, "
+                + (f"keyed={keyed[1]}" if keyed else "and without keyed=")
+                + ". table.grow(rows) gives it more rows" * (not keyed)
             )
         length = os.fstat(file.fileno()).st_size
         if length != self.at.size:
