@@ -266,7 +266,7 @@ def test_opening_with_another_map_says_what_to_type(tmp_path):
         with pytest.raises(js.InvalidArgumentError, match=text):
             js.HostTable(shape, tx, path, keyed=other)
     js.HostTable(shape, tx, tmp_path / "numbers").close()
-    with pytest.raises(js.InvalidArgumentError, match="made with, without keyed="):
+    with pytest.raises(js.InvalidArgumentError, match="made with, and without keyed="):
         js.HostTable(shape, tx, tmp_path / "numbers", keyed=dynamic.id_map(16))
 
 
@@ -299,3 +299,14 @@ def test_what_a_keyed_table_cannot_do_says_what_to_type(tmp_path):
             js.HostTable((20, D), js.sgd(1), keyed=wrong)
     with refused(ValueError, match=r"type table.read\(words\)"):
         js.checkpoint.save_word_vectors(tmp_path / "v", ["a"] * 20, table)
+
+
+def test_a_step_writes_what_it_touches(tmp_path):
+    """Of the map as well: a file has holes where no row was stored."""
+    ids = dynamic.id_map(1_000_000)
+    with js.HostTable((ids.num_rows, D), js.sgd(0.5), tmp_path / "t", keyed=ids) as table:
+        step(table, BATCHES[0])
+        table.save(tmp_path / "copy")
+    for path in (tmp_path / "t", tmp_path / "copy"):
+        assert path.stat().st_size > 28 * ids.num_rows
+        assert path.stat().st_blocks * 512 < 40 * 4096

@@ -197,7 +197,8 @@ class HostTable(Journaled):
         self._journal.finish()
         if self._ids is None:
             return None
-        return self._ids.to_map(self._records.entries, self._steps)
+        entries = self._records.entries[: self._ids.size]
+        return self._ids.to_map(entries, self._steps)
 
     # --- a step -----------------------------------------------------------------------
 
@@ -485,12 +486,9 @@ class HostTable(Journaled):
         self._write(rows, words, self._records.shared, batch)
 
     def _refuse(self, keyed: bool, call: str, instead: str) -> None:
-        """Refuse a call of a table that is keyed, or that is not."""
         if keyed == (self._ids is not None):
-            has = "its ids own rows by a map" if keyed else "its ids are row numbers"
-            raise FailedPreconditionError(
-                f"{self!r} has no {call}, as {has}; type {instead}"
-            )
+            kind = "that is keyed by ids" if keyed else "without keyed="
+            raise FailedPreconditionError(f"{call} of a table {kind}: type {instead}")
 
     def _write(
         self, rows: np.ndarray, words: np.ndarray, shared: Any, batch: Batch | None = None

@@ -14,22 +14,21 @@ from jslices.dynamic.buckets import WAYS, Part, buckets_of
 from jslices.dynamic.ids import NOBODY, WideIds, is_padding
 from jslices.dynamic.maps import IdMap
 
-_NONE = np.zeros(0, np.int64)
-
 
 class Batch(NamedTuple):
     """What a call finds for ids ``[K]``, and what it changes; without a map nothing."""
 
     rows: np.ndarray  #: int64 ``[K]``, -1 for padding
-    changed: np.ndarray = _NONE  #: int64, ascending, whose owner is another now, or gone
-    numbers: np.ndarray = _NONE  #: int64 ``[8 n]``, ascending, of the ids' n buckets
-    entries: np.ndarray = _NONE  #: uint32 ``[8 n, width]``, of these rows
-    sightings: np.ndarray = _NONE  #: int32 ``[n, 32]`` or ``[n, 0]``
+    changed: Any = ()  #: int64, ascending, rows whose owner is another now, or gone
+    numbers: Any = ()  #: int64 ``[8 n]``, ascending, the rows of the ids' n buckets
+    entries: Any = ()  #: uint32 ``[8 n, width]``, of these rows
+    sightings: Any = ()  #: int32 ``[n, 32]`` or ``[n, 0]``
 
     def entries_of(self, rows: np.ndarray) -> np.ndarray:
         """The entries of rows of these buckets; zeros for those that are shared."""
-        nothing = np.zeros_like(self.entries[:1])
-        return np.append(self.entries, nothing, 0)[np.searchsorted(self.numbers, rows)]
+        entries = np.append(self.entries, np.zeros_like(self.entries[:1]), axis=0)
+        found: np.ndarray = entries[np.searchsorted(self.numbers, rows)]
+        return found
 
 
 class HostIdMap:
@@ -41,13 +40,13 @@ class HostIdMap:
 
     def __init__(self, like: IdMap) -> None:
         self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-        self._size = like.low.shape[0]
+        self.size = like.low.shape[0]
         self.width = 4 if like.hits.shape[0] else 3
         self._sightings = np.zeros(like.sightings.shape, np.int32)
-        self._sightings = self._sightings.reshape(self._size // WAYS, -1)
+        self._sightings = self._sightings.reshape(self.size // WAYS, -1)
         names = ("name", "shared", "policy", "after", "expire", "half_life")
         options = ", ".join(f"{name}={getattr(like, name)!r}" for name in names)
-        self.made_by = f"dynamic.id_map({self._size}, {options})"  #: what to type.
+        self.made_by = f"dynamic.id_map({self.size}, {options})"  #: what to type.
 
     def run(
         self, call: str, ids: WideIds, entries: np.ndarray, step: int, later: Sequence[Any]
@@ -59,15 +58,15 @@ class HostIdMap:
         count = len(ids.low)
         room = 1 << max(0, count - 1).bit_length()  # each size is compiled
         ids = WideIds(*(np.pad(x, (0, room - count), constant_values=NOBODY) for x in ids))
-        home = buckets_of(ids, self._like.name, self._size // WAYS)
-        buckets = np.unique(np.asarray(home))
+        home: Any = buckets_of(ids, self._like.name, self.size // WAYS)
+        buckets = np.unique(home)
         numbers = (buckets[:, None] * np.int64(WAYS) + np.arange(WAYS)).reshape(-1)
         old = entries[numbers]
         for step_before in later:
             both = np.intersect1d(numbers, step_before.rows, True)
             old[np.searchsorted(numbers, both)] = step_before.batch.entries_of(both)
         fill = lambda x, n: np.resize(x, (n * room, x.shape[1]))  # noqa: E731
-        part = self._map(fill(old, WAYS), fill(self._sightings[buckets], 1), step)
+        part = self.to_map(fill(old, WAYS), step, fill(self._sightings[buckets], 1))
         chosen = np.pad(buckets, (0, room - len(buckets)), "edge")
         with _on_the_host():
             new, rows = jax.device_get(_run(call, self._like, part, chosen, ids))
@@ -83,15 +82,13 @@ class HostIdMap:
             self._sightings >>= 1
         self._sightings[batch.numbers[::WAYS] // WAYS] = batch.sightings
 
-    def to_map(self, entries: np.ndarray, step: int) -> IdMap:
-        """A copy as a map of NumPy's arrays."""
-        return self._map(entries[: self._size].copy(), self._sightings.copy(), step)
-
-    def _map(self, entries: np.ndarray, sightings: np.ndarray, step: int) -> IdMap:
+    def to_map(self, entries: np.ndarray, step: int, sightings: Any = None) -> IdMap:
+        """A copy of these entries as a map of NumPy's arrays."""
         low, high, *hits, last = entries.T
-        arrays = {"low": ~low, "high": ~high, "last": last.view(np.int32)}
+        arrays = {"low": ~low, "high": ~high, "last": last.astype(np.int32)}
         arrays["hits"] = np.ravel(hits).astype(np.int32)
-        arrays |= {"sightings": sightings.reshape(-1), "step": np.asarray(step, np.int32)}
+        arrays["sightings"] = (self._sightings if sightings is None else sightings).flatten()
+        arrays["step"] = np.asarray(step, np.int32)
         return dataclasses.replace(self._like, **arrays)
 
 
