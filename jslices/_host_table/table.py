@@ -198,7 +198,7 @@ class HostTable(Journaled):
         if self._ids is None:
             return None
         entries = self._records.entries[: self._ids.size]
-        return self._ids.to_map(entries, self._steps)
+        return self._ids.to_map(entries, self._ids.sightings, self._steps)
 
     # --- a step -----------------------------------------------------------------------
 

@@ -35,15 +35,15 @@ class HostIdMap:
     """A map whose arrays are entries uint32 ``[V, width]``, which the caller keeps.
 
     An entry is that of a row: the words of its owner, inverted, so that a row that never
-    had one is zero; ``hits`` if they are counted; ``last``. Sightings are kept here.
+    had one is zero; ``hits`` if they are counted; ``last``. ``sightings`` are kept here.
     """
 
     def __init__(self, like: IdMap) -> None:
         self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         self.size = like.low.shape[0]
         self.width = 4 if like.hits.shape[0] else 3
-        self._sightings = np.zeros(like.sightings.shape, np.int32)
-        self._sightings = self._sightings.reshape(self.size // WAYS, -1)
+        self.sightings = np.zeros(like.sightings.shape, np.int32)
+        self.sightings = self.sightings.reshape(self.size // WAYS, -1)
         names = ("name", "shared", "policy", "after", "expire", "half_life")
         options = ", ".join(f"{name}={getattr(like, name)!r}" for name in names)
         self.made_by = f"dynamic.id_map({self.size}, {options})"  #: what to type.
@@ -66,7 +66,7 @@ class HostIdMap:
             both = np.intersect1d(numbers, step_before.rows, True)
             old[np.searchsorted(numbers, both)] = step_before.batch.entries_of(both)
         fill = lambda x, n: np.resize(x, (n * room, x.shape[1]))  # noqa: E731
-        part = self.to_map(fill(old, WAYS), step, fill(self._sightings[buckets], 1))
+        part = self.to_map(fill(old, WAYS), fill(self.sightings[buckets], 1), step)
         chosen = np.pad(buckets, (0, room - len(buckets)), "edge")
         with _on_the_host():
             new, rows = jax.device_get(_run(call, self._like, part, chosen, ids))
@@ -79,16 +79,15 @@ class HostIdMap:
     def keep(self, batch: Batch, step: int) -> None:
         """Keep the sightings of a batch, that of step number ``step``."""
         if self._like.half_life is not None and step % self._like.half_life == 0:
-            self._sightings >>= 1
-        self._sightings[batch.numbers[::WAYS] // WAYS] = batch.sightings
+            self.sightings >>= 1
+        self.sightings[batch.numbers[::WAYS] // WAYS] = batch.sightings
 
-    def to_map(self, entries: np.ndarray, step: int, sightings: Any = None) -> IdMap:
-        """A copy of these entries as a map of NumPy's arrays."""
+    def to_map(self, entries: np.ndarray, sightings: np.ndarray, step: int) -> IdMap:
+        """A copy of some entries as a map of NumPy's arrays."""
         low, high, *hits, last = entries.T
         arrays = {"low": ~low, "high": ~high, "last": last.astype(np.int32)}
         arrays["hits"] = np.ravel(hits).astype(np.int32)
-        arrays["sightings"] = (self._sightings if sightings is None else sightings).flatten()
-        arrays["step"] = np.asarray(step, np.int32)
+        arrays |= {"sightings": sightings.flatten(), "step": np.asarray(step, np.int32)}
         return dataclasses.replace(self._like, **arrays)
 
 
