@@ -46,6 +46,8 @@ _MAGIC = b"jslices host table 2\n"
 #: The end of the state: ``id`` and ``in_progress``.
 _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
+#: Entries for which room is made at a time.
+_BLOCK = 256
 
 
 class File(io.FileIO):
@@ -310,6 +312,7 @@ class FileRecords(Records):
         (self.array,) = _arrays(self._map, form.at.first, [like])
         like = (form.at.rows, form.at.entry // 4), np.dtype(np.uint32)
         (self.entries,) = _arrays(self._map, form.at.entries, [like])
+        self._reserved = np.zeros(-(-form.at.rows // _BLOCK), bool)  # blocks of entries
         # ``in_progress`` is ``done``, or one more while a write goes on.
         mark = [((16,), np.dtype(np.uint8)), ((), np.dtype(np.int64))]
         self.id, self.in_progress = _arrays(self._map, form.at.mark, mark)
@@ -321,9 +324,14 @@ class FileRecords(Records):
     def reserve(self, rows: np.ndarray) -> None:
         # On a full disk a write through the map ends in SIGBUS, so a call first fills new
         # rows, which may be holes in the file, with zeros.
-        for array in self.arrays:
-            for run in _runs(rows[array[rows, -1] == 0]):
-                self.put(array, run.start, np.zeros_like(array[run]))
+        for run in _runs(rows[self.array[rows, -1] == 0]):
+            self.put(self.array, run.start, np.zeros_like(self.array[run]))
+        if self.entries.size:  # these are small, and written with those around them
+            blocks = np.unique(rows[self.entries[rows, -1] == 0] // _BLOCK)
+            for run in _runs(blocks[~self._reserved[blocks]]):
+                part = self.entries[run.start * _BLOCK : run.stop * _BLOCK]
+                self.put(self.entries, run.start * _BLOCK, part)
+            self._reserved[blocks] = True
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number

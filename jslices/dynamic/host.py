@@ -61,7 +61,8 @@ class HostIdMap:
         home: Any = buckets_of(ids, self._like.name, self.size // WAYS)
         buckets = np.unique(home)
         numbers = (buckets[:, None] * np.int64(WAYS) + np.arange(WAYS)).reshape(-1)
-        old = entries[numbers]
+        by_bucket = entries[: self.size].reshape(-1, WAYS * self.width)
+        old = by_bucket[buckets].reshape(-1, self.width)
         for step_before in later:
             both = np.intersect1d(numbers, step_before.rows, True)
             old[np.searchsorted(numbers, both)] = step_before.batch.entries_of(both)
