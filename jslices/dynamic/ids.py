@@ -140,11 +140,11 @@ def is_padding(ids: WideIds) -> jax.Array:
 
 
 def hashed(ids: WideIds, use: str) -> jax.Array:
-    """A hash of ids, another for each use of it: uint32.
+    """A hash of ids, another for each use of it: uint32; of NumPy, if the ids are.
 
     MurmurHash3 (x86, 32 bits; Austin Appleby) of the 8 bytes of each.
     """
-    h = jnp.full_like(ids.low, zlib.crc32(use.encode()))
+    h = ids.low * WORD.type(0) + WORD.type(zlib.crc32(use.encode()))
     for word in ids:
         k = _rotated(word * WORD.type(0xCC9E2D51), 15) * WORD.type(0x1B873593)
         h = _rotated(h ^ k, 13) * WORD.type(5) + WORD.type(0xE6546B64)

@@ -199,6 +199,12 @@ class IdMap:
         _check(call.__name__, ids)
         return _run(call, exchange_of(self.low, exchange), self, ids)
 
+    def _shared_rows(self, ids: WideIds) -> jax.Array:
+        """Rows for ids that own none: the first for padding."""
+        number = hashed(ids, f"{self.name}/shared") % WORD.type(self.shared)
+        number = jnp.where(is_padding(ids), 0, number.astype(jnp.int32))
+        return self.low.shape[0] + number
+
 
 def id_map(
     num_rows: int,
@@ -313,9 +319,7 @@ def _run(call: Any, exchange: Exchange | None, whole: IdMap, ids: WideIds) -> An
     else:
         new, rows, changes = on_each_part(call, whole, flat, exchange)
     found = rows >= 0
-    shared = hashed(flat, f"{whole.name}/shared") % WORD.type(whole.shared)
-    shared = jnp.where(is_padding(flat), 0, shared.astype(jnp.int32))
-    rows = jnp.where(found, rows, whole.low.shape[0] + shared)
+    rows = jnp.where(found, rows, whole._shared_rows(flat))
     return new, *(x.reshape(ids.low.shape) for x in (rows, found)), changes
 
 
