@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jslices import GradientTransformation, IndexedSlices, is_slices, row_major
+from jslices import GradientTransformation, IndexedSlices, is_slices, mask_rows, row_major
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
 from jslices.checkpoint.trees import array_name, brief, listed, matching, named_leaves
 from jslices.extend import (
@@ -97,10 +97,10 @@ def resize_rows(
     _check_arrays(params, state, fresh)
     start = tx.init(fresh)
     old, new = _by_name(params), _by_name(fresh)
-    _check_names("params", old, new, "fresh has")
+    _check_names("params", old, new, "fresh has", "resize_rows")
     sources = _sources(old, new, {} if rows is None else rows)
     before, begin = _by_name(state), _by_name(start)
-    _check_names("state", before, begin, "tx.init(fresh) has")
+    _check_names("state", before, begin, "tx.init(fresh) has", "resize_rows")
     if any(_is_under_way(name, x) for name, x in before.items()):
         raise ValueError(
             "resize_rows: gradients of the old tables wait in the state for the next step "
@@ -151,12 +151,12 @@ def reset_rows(
 
     Raises:
       TypeError: for rows that are not integers.
-      ValueError: for trees that do not mirror ``params``, values of another shape, and a
-        state of another optimizer.
+      ValueError: for trees that do not mirror ``params``, values of another shape, a state
+        of another optimizer, or one in which rows are not told from columns.
 
-    Cost: writes ``K * D`` elements of the table and of each state array, in place under
-    donation. Gradients that wait in :func:`jslices.optim.multi_steps` are searched, a sort
-    of them and K.
+    Cost: writes ``K * D`` elements (D + 1 rows at least) of the table and of each state
+    array, in place under donation; with those that wait in
+    :func:`jslices.optim.multi_steps`, a sort of them and K.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -243,7 +243,7 @@ def _begun(
             return x
         (ids, values), table, shape = changes[owner], tables[owner].shape, jnp.shape(x)
         if is_slices(x):
-            return _without_rows(x, ids)
+            return mask_rows(x, lambda at: ~jnp.isin(at, ids))
         is_row = table[0] not in (*shape[1:], *table[1:]) and shape[:1] == table[:1]
         if shape == table or (is_row and jnp.shape(start[name])[:1] == values.shape[:1]):
             return _with_rows(x, ids, start[name])
@@ -269,16 +269,6 @@ def _with_rows(x: Any, rows: Any, values: Any) -> jax.Array:
     return row_major(jnp.asarray(x)).at[rows].set(values, mode="drop")  # type: ignore[no-any-return]
 
 
-@on_any_mesh(like_first)
-def _without_rows(waiting: IndexedSlices, rows: Any) -> IndexedSlices:
-    """Slices without some rows, whose entries become empty."""
-    gone = jnp.isin(waiting.indices, rows)
-    indices = jnp.where(gone, rows.dtype.type(waiting.num_rows), waiting.indices)
-    parts = waiting.values, indices
-    slices: IndexedSlices = jax.tree.unflatten(jax.tree.structure(waiting), parts)
-    return slices
-
-
 def _by_name(tree: PyTree) -> dict[str, Any]:
     names, leaves, _ = named_leaves(tree, is_leaf=is_slices)
     return dict(zip(names, leaves, strict=True))
@@ -296,11 +286,7 @@ def _check_arrays(params: Params, state: State, fresh: Params) -> None:
 
 
 def _check_names(
-    what: str,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    whose: str,
-    caller: str = "resize_rows",
+    what: str, old: Mapping[str, Any], new: Mapping[str, Any], whose: str, caller: str
 ) -> None:
     missing, other = new.keys() - old.keys(), old.keys() - new.keys()
     if missing or other:

@@ -15,10 +15,7 @@ from jslices.dynamic.ids import NOBODY, WideIds, is_padding
 
 
 def exchange_of(array: jax.Array, exchange: Exchange | None) -> Exchange | None:
-    """How ids travel: as is said, or as the type of a map's array says on Explicit axes.
-
-    None on one device.
-    """
+    """How ids travel: as is said, or as the type of a map's array tells; or not (None)."""
     sharding: Any = jax.typeof(array).sharding
     mesh = sharding.mesh
     is_split = not mesh.empty and not mesh.are_all_axes_manual
@@ -40,22 +37,13 @@ def exchange_of(array: jax.Array, exchange: Exchange | None) -> Exchange | None:
 
 
 def on_each_part(
-    call: Callable[[Part], tuple[Any, jax.Array, Any]],
-    whole: Any,
-    ids: WideIds,
-    exchange: Exchange,
+    call: Callable[[Part], Any], whole: Any, ids: WideIds, exchange: Exchange
 ) -> Any:
     """A method of :class:`Part` on each device, with the ids of its buckets.
 
-    Args:
-      call: its other results are arrays of as many integers as there are ids, in which the
-        largest means none, and counts.
-      whole: an IdMap whose arrays are split.
-      ids: ``[K]``, split over devices or not.
-
     Returns:
-      What ``call`` does: rows ``[K]`` where the ids are, arrays where the map is, counts
-      summed.
+      What ``call`` does: rows ``[K]`` where the ids are; where the map is, integers of
+      which the largest means none; counts, summed.
     """
     mesh, axes = jax.typeof(whole.low).sharding.mesh, exchange.axes
     parts, count = math.prod(mesh.shape[axis] for axis in axes), ids.low.shape[0]

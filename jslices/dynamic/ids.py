@@ -77,19 +77,19 @@ def wide_ids(ids: Any) -> WideIds:
     if isinstance(ids, jax.Array):
         return _of_jax(ids)
     array = np.asarray(ids)
-    if array.dtype.kind in "US" and not hasattr(ids, "dtype"):
+    if not array.size:
+        array = array.astype(np.int64)
+    elif array.dtype.kind in "US" and not hasattr(ids, "dtype"):
         array = np.asarray(ids, object)  # NumPy makes strings of numbers among strings
-    if array.dtype.kind in "USO" and array.size:
+    if array.dtype.kind in "USO":
         array = _of_objects(array)
     if array.dtype.kind not in "iu":
-        if array.size:
-            raise TypeError(
-                f"wide_ids wants integers or strings, got {array.dtype}{[*array.shape]}; "
-                'type ids.astype("int64") if these are whole numbers'
-            )
-        array = array.astype(np.int64)
+        raise TypeError(
+            f"wide_ids wants integers or strings, got {array.dtype}{[*array.shape]}; "
+            'type ids.astype("int64") if these are whole numbers'
+        )
     if array.dtype.kind == "i":
-        if array.size and array.min() < -1:
+        if array.min(initial=0) < -1:
             warnings.warn(
                 f"wide_ids got negative ids ({array.min()} is one): they are padding, and "
                 'get no rows. Hashes with a sign are ids.view("uint64")',
