@@ -215,9 +215,11 @@ def test_a_reset_row_begins_with_the_state_of_a_new_one(name):
     assert moved
 
 
-def test_gradients_that_wait_for_a_reset_row_are_dropped():
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_gradients_that_wait_for_a_reset_row_are_dropped(is_dense):
     params = jnp.zeros((6, 4))
     grads = js.IndexedSlices(jnp.ones((3, 4)), jnp.array([1, 2, 2]), (6, 4))
+    grads = grads.to_dense() if is_dense else grads
     tx = js.optim.multi_steps(js.sgd(1.0), 2, grads)
     state = tx.init(params)
     params, state = tx.apply(grads, state, params)
