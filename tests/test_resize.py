@@ -329,3 +329,13 @@ def test_tables_of_layers_grow_together(optimizer):
     flat = grown(old.reshape(-1, D), fresh.reshape(-1, D), by_one_axis)
     for one, other in zip(stacked, flat, strict=True):
         assert_close(one.reshape(-1, D), other)
+
+
+def test_a_table_with_the_name_of_a_field_takes_its_own_state_along():
+    tx, table, back = js.adam(0.1), jnp.arange(3.0)[:, None], np.arange(3)[::-1]
+    params = {"mu": {"table": table}, "table": table}
+    state = tx.init(params)._replace(mu=params)
+    rows = {"mu/table": back}
+    _, state = js.checkpoint.resize_rows(tx, params, state, params, rows=rows)
+    np.testing.assert_array_equal(state.mu["mu"]["table"], table[back])
+    np.testing.assert_array_equal(state.mu["table"], table)

@@ -244,12 +244,10 @@ def _begun(
         (ids, values), table, shape = changes[owner], tables[owner].shape, jnp.shape(x)
         if is_slices(x):
             return mask_rows(x, lambda at: ~jnp.isin(at, ids))
-        first = start[name]
-        if shape == jnp.shape(first) == table:  # of a gradient that waits, not of begin
-            first = rows_at(first, ids)
         by_row = table[0] not in (*shape[1:], *table[1:]) and shape[:1] == table[:1]
-        if (shape == table or by_row) and jnp.shape(first)[:1] == values.shape[:1]:
-            return _with_rows(x, ids, first)
+        fits = jnp.shape(start[name])[:1] == values.shape[:1]
+        if fits and (by_row or shape == table):
+            return _with_rows(x, ids, start[name])
         if table[0] in shape and table[0] > 1:
             raise ValueError(
                 f"reset_rows: which axis of {name} {list(shape)} has the rows of {owner} "
