@@ -6,8 +6,10 @@ Both are read from its program for tables of any height: no threshold hides from
 """
 
 import functools
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from jslices import _jax
 from jslices._grad.custom import row_by_row
 from jslices._grad.rules import is_elementwise, rowwise
-from jslices._grad.views import TableView, Values
+from jslices._grad.views import TableView, Values, View, flat, folded
 from jslices._grad.walk import ProgramWalk, Scope
 from jslices._jax import Equation, is_symbolic
 from jslices._slices import is_slices
@@ -34,11 +36,14 @@ def read_update(
     leaves, tree = _jax.flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
     if not any(map(is_slices, leaves)):
         return "", True
-    names = [f"rows{i}" for i in range(len(leaves))]
+    names = [f"rows{i}" for i in range(sum(x.row_axes for x in filter(is_slices, leaves)))]
     tall = [f"{name} >= 4096" for name in names]  # taller than what is small to Optax
-    heights = jax.export.symbolic_shape(",".join(names), constraints=tall)
+    sizes = iter(jax.export.symbolic_shape(",".join(names), constraints=tall))
+    walk = _UpdateWalk()
     try:
-        types = map(_types, heights, leaves, tree.flatten_up_to(params))
+        types = [
+            _types(sizes, *x) for x in zip(leaves, tree.flatten_up_to(params), strict=True)
+        ]
         grads, params = map(tree.unflatten, zip(*types, strict=True))
         given = grads, jax.eval_shape(tx.init, params)
         update = functools.partial(tx.update, **extra_args)
@@ -46,22 +51,25 @@ def read_update(
         shapes = [jax.tree.map(lambda x: str(x.shape), each) for each in (given, results)]
         if shapes[0] != shapes[1]:
             raise ValueError("updates or state come back in another structure")
-        inputs: list[Any] = [x if _has_rows(x) else None for x in program.invars]
+        inputs: list[Any] = [x if _row_axes(x) else None for x in program.invars]
         for i, x in enumerate(jax.tree.leaves(grads)):
             inputs[i] = np.zeros((), x.dtype)[()] if inputs[i] else None
-        outputs = _UpdateWalk().program(program, inputs)
-    except Exception as error:  # also of tracing
+        outputs = walk.program(program, inputs)
+    except Exception as error:  # of tracing
         return str(error), not jax.tree.leaves(jax.eval_shape(tx.init, params))
     columns = zip(program.outvars, outputs, inputs, strict=False)
-    return "", all(_common(x) is not None for atom, *x in columns if _has_rows(atom))
+    others_stay = all(_common(x) is not None for atom, *x in columns if _row_axes(atom))
+    odd = [f"an array of shape {x.aval.shape}" for x in program.invars if _row_axes(x) < 0]
+    return next(iter([*odd, *walk.mixing]), ""), others_stay
 
 
-def _types(height: Any, grad: Any, param: PyTree) -> tuple[Any, PyTree]:
+def _types(sizes: Iterator[Any], grad: Any, param: PyTree) -> tuple[Any, PyTree]:
     """The types of a gradient and its parameter; of slices those of a table so high."""
     if not is_slices(grad):
         return grad, param
     row = (7 if is_symbolic(n) else n for n in grad.values.shape[1:])
-    table = jax.ShapeDtypeStruct((height, *row), grad.dtype)
+    shape = *itertools.islice(sizes, grad.row_axes), *row
+    table = jax.ShapeDtypeStruct(shape, grad.dtype)
     return table, table.update(dtype=param.dtype)
 
 
@@ -70,6 +78,9 @@ class _UpdateWalk(ProgramWalk[Any]):
 
     Arrays without rows are numbers that serve all rows, None if they are not known.
     """
+
+    def __init__(self) -> None:
+        self.mixing: list[str] = []  #: the equations that mix rows
 
     def constant(self, value: Any) -> Any:
         is_number = isinstance(value, np.generic | np.ndarray | int | float | complex)
@@ -84,37 +95,46 @@ class _UpdateWalk(ProgramWalk[Any]):
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if _adds_nothing(eqn, operands):
             return [None]
-        kinds = [(x.aval.shape, x.aval.dtype) if _has_rows(x) else None for x in eqn.invars]
-        if any(kinds):
-            tables = [x and TableView(*x, i) for i, x in enumerate(kinds)]
-            views = rowwise(eqn, tables, lambda table: self._refuse(eqn))
-            alike = views and all(row_by_row(x, set()) for x in views)
-        else:  # numbers that serve all rows, or rows all alike
-            for program in _jax.programs_among(eqn):
-                self.program(program, [None] * len(program.invars))
-            alike = _jax.kind(eqn) == "broadcast_in_dim" or not (
-                any(map(_has_rows, eqn.outvars)) or _jax.kind(eqn) == "dim_as_value"
-            )
-        if not alike:
-            self._refuse(eqn)
-        return [_of_untouched(eqn, operands)] * len(eqn.outvars)
+        if self._is_row_by_row(eqn):
+            return [_of_untouched(eqn, operands)] * len(eqn.outvars)
+        self.mixing.append(_jax.described(eqn, self.source(eqn)))
+        return [None] * len(eqn.outvars)
 
-    def _refuse(self, eqn: Equation) -> NoReturn:
-        raise ValueError(_jax.described(eqn, self.source(eqn)))
+    def _is_row_by_row(self, eqn: Equation) -> bool:
+        axes = [_row_axes(x) for x in (*eqn.invars, *eqn.outvars)]
+        if min(axes, default=0) < 0:
+            return False
+        if any(axes[: len(eqn.invars)]):
+            tables = [_table(x) if _row_axes(x) else None for x in eqn.invars]
+            whole: list[Any] = []
+            views = rowwise(eqn, tables, whole.append) or [None]
+            return not whole and all(x and row_by_row(flat(x), set()) for x in views)
+        # Numbers that serve all rows, or rows all alike.
+        for program in _jax.programs_among(eqn):
+            self.program(program, [None] * len(program.invars))
+        return _jax.kind(eqn) == "broadcast_in_dim" or not (
+            any(axes) or _jax.kind(eqn) == "dim_as_value"
+        )
 
 
-def _has_rows(atom: Any) -> bool:
-    """True if the first axis numbers the rows of a table; another one must not."""
-    shape = atom.aval.shape
-    if any(map(is_symbolic, shape[1:])):
-        raise ValueError(f"an array of shape {shape}")
-    return any(map(is_symbolic, shape))
+def _row_axes(atom: Any) -> int:
+    """How many axes number the rows of a table; -1 if they are not the first ones."""
+    symbolic = [is_symbolic(n) for n in atom.aval.shape]
+    count = sum(symbolic)
+    return count if all(symbolic[:count]) else -1
+
+
+def _table(atom: Any) -> View:
+    shape, axes = atom.aval.shape, _row_axes(atom)
+    table = TableView((math.prod(shape[:axes]), *shape[axes:]), atom.aval.dtype, 0)
+    return folded(table, shape[:axes])
 
 
 def _adds_nothing(eqn: Equation, operands: Values) -> bool:
     """True for a reduction over all rows to which those without gradient add nothing."""
     name, dtype = _jax.kind(eqn), eqn.outvars[0].aval.dtype
-    if name not in ("reduce_sum", "reduce_or", "reduce_and") or 0 not in eqn.params["axes"]:
+    reduces = name in ("reduce_sum", "reduce_or", "reduce_and") and 0 in eqn.params["axes"]
+    if not reduces or _row_axes(eqn.outvars[0]):
         return False
     return _common([*operands, dtype.type(name == "reduce_and")]) is not None
 

@@ -217,8 +217,8 @@ def _free(bits: Frozen) -> Frozen:
 
 
 def _held(last: jax.Array, bits: Frozen) -> jax.Array:
-    is_free = (last >= 0) & ~never_moves(last)
-    return _where_frozen(last, bits, jnp.where(is_free, ~last, last))
+    mark = jnp.where(never_moves(last), last, jnp.minimum(last, ~last))
+    return _where_frozen(last, bits, mark)
 
 
 def _where_frozen(last: jax.Array, bits: Frozen, mark: jax.Array) -> jax.Array:

@@ -281,4 +281,3 @@ def _update(update: jax.Array, grad: Leaf) -> Leaf:
         return update
     update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
     return grad.with_values(update)
-
