@@ -54,13 +54,14 @@ def read_update(
         inputs: list[Any] = [x if _row_axes(x) else None for x in program.invars]
         for i, x in enumerate(jax.tree.leaves(grads)):
             inputs[i] = np.zeros((), x.dtype)[()] if inputs[i] else None
+        odd = [x.aval.shape for x in program.invars if _row_axes(x) < 0]
+        walk.mixing += [f"an array of shape {shape}" for shape in odd]
         outputs = walk.program(program, inputs)
     except Exception as error:  # of tracing
         return str(error), not jax.tree.leaves(jax.eval_shape(tx.init, params))
     columns = zip(program.outvars, outputs, inputs, strict=False)
     others_stay = all(_common(x) is not None for atom, *x in columns if _row_axes(atom))
-    odd = [f"an array of shape {x.aval.shape}" for x in program.invars if _row_axes(x) < 0]
-    return next(iter([*odd, *walk.mixing]), ""), others_stay
+    return "".join(walk.mixing[:1]), others_stay
 
 
 def _types(sizes: Iterator[Any], grad: Any, param: PyTree) -> tuple[Any, PyTree]:
@@ -106,15 +107,14 @@ class _UpdateWalk(ProgramWalk[Any]):
             return False
         if any(axes[: len(eqn.invars)]):
             tables = [_table(x) if _row_axes(x) else None for x in eqn.invars]
-            whole: list[Any] = []
+            whole: list[Any] = []  # views that would have to serve all rows
             views = rowwise(eqn, tables, whole.append) or [None]
             return not whole and all(x and row_by_row(flat(x), set()) for x in views)
-        # Numbers that serve all rows, or rows all alike.
         for program in _jax.programs_among(eqn):
             self.program(program, [None] * len(program.invars))
-        return _jax.kind(eqn) == "broadcast_in_dim" or not (
-            any(axes) or _jax.kind(eqn) == "dim_as_value"
-        )
+        # Numbers that serve all rows, or rows all alike.
+        name = _jax.kind(eqn)
+        return name == "broadcast_in_dim" or not (any(axes) or name == "dim_as_value")
 
 
 def _row_axes(atom: Any) -> int:

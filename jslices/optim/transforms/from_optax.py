@@ -178,17 +178,10 @@ class _Rows:
         )
 
     def read(self, subtree: PyTree) -> PyTree:
-        def rows(g: Leaf, x: PyTree) -> PyTree:
-            if not is_slices(g) or _is_empty(x):
-                return x
-            return read_rows([x], g.indices, g.row_axes)[0]
-
-        return self._map(rows, subtree)
+        return self._map(lambda g, x: read_rows([x], g.indices, g.row_axes)[0], subtree)
 
     def write(self, subtree: PyTree, rows: PyTree) -> PyTree:
-        def written(g: Leaf, x: PyTree, new: PyTree) -> PyTree:
-            if not is_slices(g) or _is_empty(x):
-                return new
+        def written(g: IndexedSlices, x: PyTree, new: PyTree) -> PyTree:
             return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
         return self._map(written, subtree, rows)
@@ -226,8 +219,13 @@ class _Rows:
         )
 
     def _map(self, f: Callable[..., PyTree], *subtrees: PyTree) -> PyTree:
-        parts = map(self.tree.flatten_up_to, subtrees)
-        return self.tree.unflatten(map(f, self.touched, *parts))
+        """``f`` of each table with a gradient by rows; of the others the last one given."""
+
+        def of(g: Leaf, *parts: PyTree) -> PyTree:
+            return f(g, *parts) if is_slices(g) and not _is_empty(parts[0]) else parts[-1]
+
+        columns = map(self.tree.flatten_up_to, subtrees)
+        return self.tree.unflatten(map(of, self.touched, *columns))
 
     def _refuse_rows(self, x: jax.Array) -> jax.Array:
         if any(jnp.shape(x)[: len(sizes)] == sizes for sizes in self.sizes):
