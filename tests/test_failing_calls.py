@@ -9,6 +9,7 @@ import warnings
 import pytest
 from disks import FAILURES, failing
 from test_host_table_faults import check_whole, opened, step
+from test_keyed_host_table import MAP
 from test_power_failures import fast_disk, holds, values
 
 import jslices as js
@@ -36,11 +37,13 @@ def check_error(error, failure, hit):
 
 
 @STRIDES
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_table_on_a_failing_disk(stride, overlap, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"keyed": MAP}], ids=["plain", "overlap", "keyed"]
+)
+def test_a_table_on_a_failing_disk(stride, options, tmp_path, monkeypatch):
     def train(path):
         yield 0
-        table = opened(path, overlap=overlap)
+        table = opened(path, **options)
         tables.append(table)
         for steps in (1, 2):
             yield steps
@@ -52,7 +55,7 @@ def test_a_table_on_a_failing_disk(stride, overlap, tmp_path, monkeypatch):
         yield 3
         step(table)
         table.close()
-        with opened(path) as table:
+        with opened(path, **options) as table:
             pass
 
     for number, failure in failures(stride):
@@ -77,7 +80,7 @@ def test_a_table_on_a_failing_disk(stride, overlap, tmp_path, monkeypatch):
                 allowed = {steps + 1}
             with contextlib.suppress(OSError):  # an fsync that failed
                 table.close()
-        with opened(folder / "table") as table:
+        with opened(folder / "table", **options) as table:
             assert check_whole(table) in allowed
             table.save(folder / "copy")  # cleans up
         # A handler may leave a descriptor, and with it a lock, until the process ends.

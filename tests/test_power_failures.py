@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from disks import Promise, RecordedDisk, check_failures
 from test_host_table_faults import TX, Lines, V, add, check_whole, on_another_boot, step
+from test_keyed_host_table import BATCHES, MAP, keyed, owners
+from test_keyed_host_table import step as keyed_step
 
 import jslices as js
 
@@ -113,6 +115,23 @@ def changed_rows(disk, folder):
     table.close()
 
 
+def keyed_rows(disk, folder):
+    """Ids that take rows of others, and lose theirs."""
+    now = 0, frozenset()
+    disk.promise(None, now)
+    with keyed(None) as model, keyed(folder / "table", row=(D,)) as table:
+        for change in (
+            *(functools.partial(keyed_step, ids=ids) for ids in BATCHES[:2]),
+            lambda table: table.evict(BATCHES[1]),
+            functools.partial(keyed_step, ids=BATCHES[2]),
+        ):
+            change(model)
+            then = owners(model)
+            disk.promise(now, then, loss=True)
+            change(table)
+            now = flushed(disk, table, then)
+
+
 def start_anew(folder):
     """Lets journals be of another start of the machine."""
     for journal in folder.rglob("*-journal"):
@@ -127,7 +146,7 @@ def value_of_rows(table, ids):
     return value
 
 
-def check_table(folder, promise, read=check_whole):
+def check_table(folder, promise, read=check_whole, **options):
     """All steps that were flushed are there, or an error says that some are mixed."""
     start_anew(folder)
     path = folder / "table"
@@ -137,7 +156,7 @@ def check_table(folder, promise, read=check_whole):
     text = path.read_bytes()[:4096]
     rows = next((n for n in (V + 5, V + 6) if b'"rows": %d,' % n in text), V)
     try:
-        with opened(path, rows) as table:
+        with opened(path, rows, **options) as table:
             assert read(table, IDS) in promise.values
             table.save(folder / "copy")  # cleans up
     except js.DataLossError as error:
@@ -278,6 +297,7 @@ SCENARIOS = {
     "overlap": (functools.partial(steps_of_a_table, overlap=True), check_table, reopen),
     "copies": (copies_of_a_table, check_table, None),
     "rows": (changed_rows, functools.partial(check_table, read=value_of_rows), None),
+    "keyed": (keyed_rows, functools.partial(check_table, read=owners, keyed=MAP), None),
     "two": (two_tables, check_two, reopen_both),
     "two, overlap": (functools.partial(two_tables, overlap=True), check_two, reopen_both),
 }

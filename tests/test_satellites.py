@@ -17,7 +17,7 @@ SATELLITES: tuple[str, ...] = (
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (
     *("accumulators", "checkpoint", "checkpoint.boxes", "checkpoint.files", "extend"),
-    "dynamic",
+    *("dynamic", "dynamic.host"),
     *("keras", "optim", "proof.cost", "proof.targets", "tables", "testing", "tf1", "tree"),
 )
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
+from jslices.dynamic import IdMap, WideIds, wide_ids
 from jslices.extend import Number
 
 
@@ -35,12 +36,15 @@ def checked_rows(call: str, ids: ArrayLike, num_rows: int) -> np.ndarray:
     return rows.astype(np.int64)
 
 
-def checked_ids(ids: ArrayLike) -> np.ndarray:
-    if isinstance(ids, jax.core.Tracer):
+def checked_ids(ids: Any, keyed: object = None) -> np.ndarray:
+    """Integers ``[*K]``; where a map keys the rows int64, of ids of any kind."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(ids)):
         raise TypeError(
             "a HostTable is read outside of jit: fetch the rows of a batch first, and pass "
             "them to the jitted step"
         )
+    if keyed is not None:
+        return wide_ids(ids).to_int64()
     array = np.asarray(ids)
     if not array.size and not isinstance(ids, np.ndarray | jax.Array):
         array = array.astype(np.int64)
@@ -51,9 +55,10 @@ def checked_ids(ids: ArrayLike) -> np.ndarray:
     return array
 
 
-def is_list(x: object) -> bool:
-    """True for nested lists of numbers, which are one array."""
-    return isinstance(x, list) and all(isinstance(y, int | list) for y in x)
+def is_leaf(x: object) -> bool:
+    """True for nested lists of numbers or strings, which are one array, and wide ids."""
+    is_list = isinstance(x, list) and all(isinstance(y, int | str | list) for y in x)
+    return is_list or isinstance(x, WideIds)
 
 
 def real(path: str | bytes | os.PathLike[Any]) -> str:
@@ -86,6 +91,20 @@ def check_stored(stored: DTypeLike | None, dtype: np.dtype[Any]) -> None:
         raise InvalidArgumentError(
             f"HostTable(dtype={dtype}, stored={name}): wanted rows of float32 stored as one"
             f" of {', '.join(_NARROW)}; leave stored out to keep the dtype"
+        )
+
+
+def check_keyed(keyed: object, num_rows: int) -> None:
+    if not isinstance(keyed, IdMap):
+        raise TypeError(
+            f"HostTable(keyed=...) wants a map of ids, got {type(keyed).__name__}; type "
+            "keyed=dynamic.id_map(rows)"
+        )
+    if keyed.num_rows != num_rows or int(keyed.step):
+        raise InvalidArgumentError(
+            f"HostTable(keyed=...) of {num_rows} rows wants an empty map of as many, not "
+            f"of {keyed.num_rows}, at step {keyed.step}; type ids = dynamic.id_map(rows), "
+            "and HostTable((ids.num_rows, D), ..., keyed=ids)"
         )
 
 

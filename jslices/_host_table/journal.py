@@ -481,7 +481,7 @@ def _described(part: storage.Part, folder: str) -> tuple[str | int, ...]:
         records.id.tobytes().hex(),
         part.number,
         len(part.rows),
-        records.form.at.record,
+        records.form.at.record + records.form.at.entry,
         sum(x.nbytes for x in part.shared),
     )
 

@@ -38,6 +38,8 @@ class Layout:
     shared: tuple[Field, ...]  #: values kept once for all rows, such as a step count.
     by_row: tuple[bool, ...]  #: for each leaf of the state, whether it is kept row by row.
     tree: Any  #: the structure of the state.
+    keyed: str = ""  #: what makes the map of the ids that key the rows.
+    width: int = 0  #: of an entry of that map, in 32 bits.
 
     @property
     def is_narrow(self) -> bool:

@@ -158,7 +158,7 @@ def _offsets(other: File, journal: str) -> Offsets | None:
 
 def _is_of(file: File, at: Offsets, part: FilePart) -> bool:
     """True if a part is of this file."""
-    fits = (at.record, at.shared) == (part.record, part.shared)
+    fits = (at.record + at.entry, at.shared) == (part.record, part.shared)
     inside = bool(((part.rows >= 0) & (part.rows < at.rows)).all())
     return fits and inside and file.read_at(at.mark, 16).hex() == part.id
 
@@ -180,7 +180,8 @@ def _write_part(file: File, at: Offsets, part: FilePart) -> None:
     number = struct.pack("<q", part.number)
     file.write_at(at.mark + 16, number)
     for row, record in zip(part.rows.tolist(), part.words, strict=True):
-        file.write_at(at.first + row * at.record, record)
+        file.write_at(at.first + row * at.record, record[: at.record])
+        file.write_at(at.entries + row * at.entry, record[at.record :])
     file.write_at(at.state + 8, part.values)
     file.write_at(at.state, number)
 

@@ -3,13 +3,14 @@
     description   whole pages: a magic line, then rows, fields and sizes in JSON
     state         whole pages: ``done``, the values that all rows share; at the end a mark,
                   the file's ``id`` and ``in_progress``
+    entries       whole pages, of a map of ids: who owns each row, ``[V, width]``
     records       ``[V, words]``; those of rows that never began are zero
 
 ``done`` counts the writes that are in the records, and ``in_progress`` is one more during a
 write. ``id`` is a new one whenever the file is made or opened: 8 random bytes, which tell
 what journal belongs to the file (``journal.py``), then a hash of the optimizer's call, zero
 if that is not known. A file gets its name when all of it is written, so its length is
-always the one that its description says.
+always the one that its description says. A write has a record and its entry as one.
 """
 
 import contextlib
@@ -45,6 +46,8 @@ _MAGIC = b"jslices host table 2\n"
 #: The end of the state: ``id`` and ``in_progress``.
 _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
+#: Entries for which room is made at a time.
+_BLOCK = 256
 
 
 class File(io.FileIO):
@@ -114,7 +117,7 @@ class Part(NamedTuple):
     records: "Records"
     number: int  #: of the write, counted from 1.
     rows: np.ndarray  #: int64 ``[n]``, distinct rows.
-    words: np.ndarray  #: ``[n, words]``, their records.
+    words: np.ndarray  #: ``[n, words]``, their records, and their entries beside them.
     shared: Sequence[np.ndarray]  #: the values that all rows share.
 
 
@@ -124,18 +127,33 @@ class Records:
     def __init__(self, layout: Layout, num_rows: int, shared: Sequence[np.ndarray]) -> None:
         #: The records; those that were never written are zero.
         self.array = np.zeros((num_rows, layout.words), layout.word)
+        self.entries = np.zeros((num_rows, layout.width), np.uint32)  #: in a map of ids.
         self.shared = [x.copy() for x in shared]  #: the values that all rows share.
         self.done = np.zeros((), np.int64)  #: the number of the last write.
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """Arrays of rows whose last word is not zero once they are written."""
+        return [x for x in (self.array, self.entries) if x.shape[1]]
+
+    def with_entries(self, rows: np.ndarray, words: np.ndarray, batch: Any) -> np.ndarray:
+        """Records as a write has them; their entries may be those of a batch of the map."""
+        if not self.entries.shape[1]:
+            return words
+        entries = self.entries[rows] if batch is None else batch.entries_of(rows)
+        return np.append(words, entries.view(words.dtype), axis=1)
 
     def reserve(self, rows: np.ndarray) -> None:
         """Make room for the records of those of some rows that are new."""
 
     def apply(self, part: Part) -> None:
         """Write some rows, and the values that all rows share; the same if done again."""
-        # NumPy copies opaque records 1 to 6 times as fast.
-        record = np.dtype((np.void, part.words.shape[1] * part.words.itemsize))
-        words = np.ascontiguousarray(part.words)
-        self.array.view(record)[part.rows, 0] = words.view(record)[:, 0]
+        columns = np.split(part.words, [self.array.shape[1]], axis=1)
+        for array, words in zip(self.arrays, columns, strict=False):
+            # NumPy copies opaque records 1 to 6 times as fast.
+            record = np.dtype((np.void, array.strides[0]))
+            words = np.ascontiguousarray(words)
+            array.view(record)[part.rows, 0] = words.view(record)[:, 0]
         self.set_shared(part.shared)
         self.done[...] = part.number
 
@@ -143,9 +161,9 @@ class Records:
         for old, new in zip(self.shared, shared, strict=True):
             old[...] = new
 
-    def put(self, start: int, words: np.ndarray) -> None:
-        """Write records of rows that follow one another."""
-        self.array[start : start + len(words)] = words
+    def put(self, array: np.ndarray, start: int, words: np.ndarray) -> None:
+        """Write rows of an array that follow one another."""
+        array[start : start + len(words)] = words
 
     def close(self) -> None:
         """Let others open the file, if there is one."""
@@ -153,12 +171,13 @@ class Records:
 
 def copy_records(source: Records, target: Records, rows: np.ndarray | None = None) -> None:
     """Copy records, or those of some rows; rows that never began take no whole page."""
-    gap = max(1, PAGE // (source.array.shape[1] * source.array.itemsize))
-    for part in row_blocks(target.array.shape, target.array.itemsize):
-        words = source.array[part if rows is None else rows[part]]
-        began = words[:, -1] | target.array[part][: len(words), -1]
-        for run in _runs(np.flatnonzero(began), gap):
-            target.put(part.start + run.start, words[run])
+    for old, new in zip(source.arrays, target.arrays, strict=True):
+        gap = max(1, PAGE // old.strides[0])
+        for part in row_blocks(new.shape, new.itemsize):
+            words = old[part if rows is None else rows[part]]
+            began = words[:, -1] | new[part][: len(words), -1]
+            for run in _runs(np.flatnonzero(began), gap):
+                target.put(new, part.start + run.start, words[run])
     target.set_shared(source.shared)
 
 
@@ -174,6 +193,8 @@ class Offsets(NamedTuple):
 
     state: int  #: ``done``, then the values that all rows share
     mark: int  #: the id and ``in_progress``
+    entries: int
+    entry: int  #: the size of one
     first: int  #: the records
     record: int  #: the size of one
     rows: int  #: V
@@ -194,8 +215,10 @@ def offsets_in(head: bytes) -> Offsets:
     about = json.loads(text[len(_MAGIC) :])
     rows, record, size = (operator.index(about[n]) for n in ("rows", "record", "state"))
     state = _whole_pages(len(text))
-    first = _whole_pages(state + size + _MARK.size)
-    return Offsets(state, first - _MARK.size, first, record, rows, size - _DONE.itemsize)
+    entries = _whole_pages(state + size + _MARK.size)
+    entry = operator.index(about.get("entry", 0))
+    first, shared = _whole_pages(entries + rows * entry), size - _DONE.itemsize
+    return Offsets(state, entries - _MARK.size, entries, entry, first, record, rows, shared)
 
 
 def offsets_of(file: File) -> Offsets | None:
@@ -248,10 +271,13 @@ class FileForm:
         if start[len(_MAGIC) :] != self.head[len(_MAGIC) :]:
             texts = [x[len(_MAGIC) :].split(b"\n")[0] for x in (start, self.head)]
             holds, asked = (text.decode(errors="replace") for text in texts)
+            keyed = re.search(r'"keyed": "(.*)"', holds)
             raise InvalidArgumentError(
                 f"{path} holds a table with {holds}, and HostTable was asked for one with "
                 f"{asked}; open it with the shape, dtype and optimizer that it was made "
-                "with. table.grow(rows) gives it more rows"
+                "with, "
+                + (f"keyed={keyed[1]}" if keyed else "and without keyed=")
+                + ". table.grow(rows) gives it more rows" * (not keyed)
             )
         length = os.fstat(file.fileno()).st_size
         if length != self.at.size:
@@ -284,6 +310,9 @@ class FileRecords(Records):
         self.done, *self.shared = _arrays(self._map, form.at.state, form.like)
         like = (form.at.rows, form.words), form.word
         (self.array,) = _arrays(self._map, form.at.first, [like])
+        like = (form.at.rows, form.at.entry // 4), np.dtype(np.uint32)
+        (self.entries,) = _arrays(self._map, form.at.entries, [like])
+        self._reserved = np.zeros(-(-form.at.rows // _BLOCK), bool)  # blocks of entries
         # ``in_progress`` is ``done``, or one more while a write goes on.
         mark = [((16,), np.dtype(np.uint8)), ((), np.dtype(np.int64))]
         self.id, self.in_progress = _arrays(self._map, form.at.mark, mark)
@@ -296,15 +325,21 @@ class FileRecords(Records):
         # On a full disk a write through the map ends in SIGBUS, so a call first fills new
         # rows, which may be holes in the file, with zeros.
         for run in _runs(rows[self.array[rows, -1] == 0]):
-            self.put(run.start, np.zeros_like(self.array[run]))
+            self.put(self.array, run.start, np.zeros_like(self.array[run]))
+        if self.entries.size:  # these are small, and written with those around them
+            blocks = np.unique(rows[self.entries[rows, -1] == 0] // _BLOCK)
+            for run in _runs(blocks[~self._reserved[blocks]]):
+                part = self.entries[run.start * _BLOCK : run.stop * _BLOCK]
+                self.put(self.entries, run.start * _BLOCK, part)
+            self._reserved[blocks] = True
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number
         super().apply(part)
 
-    def put(self, start: int, words: np.ndarray) -> None:
-        offset = self.form.at.first + start * self.form.at.record
-        self._file.write_at(offset, words)
+    def put(self, array: np.ndarray, start: int, words: np.ndarray) -> None:
+        first = self.form.at.first if array is self.array else self.form.at.entries
+        self._file.write_at(first + start * array.strides[0], words)
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
@@ -451,13 +486,15 @@ def _description(layout: Layout, num_rows: int, state: int) -> bytes:
     def described(fields: Sequence[Field]) -> list[list[Any]]:
         return [[field.name, field.dtype.name, list(field.shape)] for field in fields]
 
-    description = {
+    description: dict[str, Any] = {
         "rows": num_rows,
         "record": layout.words * layout.word.itemsize,
         "state": state,
         "fields": described(layout.fields),
         "shared": described(layout.shared),
     }
+    if layout.keyed:
+        description |= {"entry": 4 * layout.width, "keyed": layout.keyed}
     text = _MAGIC + json.dumps(description).encode() + b"\n"
     return text.ljust(_whole_pages(len(text)))
 

@@ -11,6 +11,7 @@ import numpy as np
 from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices._host_table.records import Part, Records
+from jslices.dynamic.host import Batch
 from jslices.extend import State, StateOfRows, key_bits, last_done, round_rows
 
 
@@ -103,12 +104,14 @@ class HostRows:
 
 
 class Stored(NamedTuple):
-    """Rows that were stored; the device may still be computing them."""
+    """Rows that were fetched, then stored; the device may still be computing them."""
 
     records: Records
     ticket: int  #: of their fetch
+    steps: int  #: that were stored before
     rows: np.ndarray  #: int64 ``[n]``, distinct
-    words: HostRows
+    batch: Batch  #: of the map of ids
+    words: Any = None  #: HostRows, once they are stored
 
     def part(self) -> Part:
         if int(self.words.ticket) != self.ticket:
@@ -120,6 +123,7 @@ class Stored(NamedTuple):
         words = np.asarray(self.words.words)[: len(self.rows)]
         steps = np.asarray(self.records.shared[0] + 1)
         shared = [steps, *(np.asarray(x) for x in self.words.shared)]
+        words = self.records.with_entries(self.rows, words, self.batch)
         number = int(self.records.done) + 1
         return Part(self.records, number, self.rows, words, shared)
 

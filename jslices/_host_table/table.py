@@ -25,6 +25,8 @@ from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
 from jslices._host_table.rows import HostRows, Stored
 from jslices.checkpoint.boxes import row_blocks
+from jslices.dynamic import IdMap, wide_ids
+from jslices.dynamic.host import Batch, HostIdMap
 from jslices.extend import PyTree, State, as_transformation
 
 #: Numbers of all tables' fetches, so that none takes the rows of another for its own.
@@ -68,6 +70,9 @@ class HostTable(Journaled):
         for the default device.
       overlap: whether rows are written back while the next step runs, and those of the next
         batch read while this one does. None: where the device is not the host itself.
+      keyed: an empty :class:`jslices.dynamic.IdMap`, whose options hold; V is its
+        ``num_rows``. Then ids are of any size, or strings, and get rows as they come. The
+        table keeps the map, in steps that have the map and the rows or neither.
 
     Attributes:
       shape: ``(V, *D)``.
@@ -126,6 +131,7 @@ class HostTable(Journaled):
         size: int | None = None,
         device: jax.Device | jax.sharding.Sharding | None = None,
         overlap: bool | None = None,
+        keyed: IdMap | None = None,
     ) -> None:
         rows, *self._row = arguments.checked_shape(shape)
         self.dtype = jnp.dtype(dtype)
@@ -144,6 +150,13 @@ class HostTable(Journaled):
         tx = as_transformation("HostTable", tx)
         arguments.check_stored(stored, self.dtype)
         self._layout = layout_of((rows, *self._row), self.dtype, tx, stored)
+        self._ids = None
+        if keyed is not None:
+            arguments.check_keyed(keyed, rows)
+            self._ids = HostIdMap(keyed)
+            self._layout = dataclasses.replace(
+                self._layout, keyed=self._ids.made_by, width=self._ids.width
+            )
         _, shared = on_device.initial_records(
             self._layout, jnp.zeros((1, *self._row), self.dtype)
         )
@@ -157,7 +170,7 @@ class HostTable(Journaled):
         )
         self._seat = Journal([records]), 0
         #: Of the last fetch, until its rows are stored.
-        self._fetched: tuple[int, np.ndarray] | None = None
+        self._fetched: Stored | None = None
 
     @property
     def _records(self) -> storage.Records:
@@ -174,6 +187,19 @@ class HostTable(Journaled):
         self._journal.finish()
         return int(self._records.shared[0])
 
+    @property
+    @one_at_a_time
+    def ids(self) -> IdMap | None:
+        """With ``keyed`` a copy of the map, on the host: ``table.ids.export()``.
+
+        Cost: reads 12 or 16 bytes a row.
+        """
+        self._journal.finish()
+        if self._ids is None:
+            return None
+        entries = self._records.entries[: self._ids.size]
+        return self._ids.to_map(entries, self._ids.sightings, self._steps)
+
     # --- a step -----------------------------------------------------------------------
 
     @one_at_a_time
@@ -181,7 +207,9 @@ class HostTable(Journaled):
         """Brings the rows that some ids name to the device.
 
         Args:
-          ids: a pytree of integers of any shape (NumPy's, lists' or JAX's), in all K.
+          ids: a pytree of integers of any shape (NumPy's, lists' or JAX's), in all K. With
+            ``keyed`` of what :func:`jslices.dynamic.wide_ids` takes: new ones get rows,
+            which begin anew, once the batch is stored; those without one share the last.
 
         Returns:
           ``(rows, places)``: ``rows`` replaces the table in a step; ``rows.unpack()`` gives
@@ -197,23 +225,27 @@ class HostTable(Journaled):
           InvalidArgumentError: for more distinct rows than ``size``.
           FailedPreconditionError: after ``close``.
         """
-        leaves, tree = jax.tree.flatten(ids, is_leaf=arguments.is_list)
+        leaves, tree = jax.tree.flatten(ids, is_leaf=arguments.is_leaf)
         if not leaves:
             raise TypeError(f"a HostTable wants ids that are integers, got {ids!r}")
-        arrays = [arguments.checked_ids(x) for x in leaves]
+        arrays = [arguments.checked_ids(x, self._ids) for x in leaves]
         flat = np.concatenate([x.reshape(-1) for x in arrays])
-        numbers, places, counts = arguments.numbered(flat, self.shape[0])
+        batch = self._look_up("admit", flat)
+        numbers, places, counts = arguments.numbered(batch.rows, self.shape[0])
+        fresh = np.isin(numbers, batch.changed)
+        if self._layout.tx.catches_up and fresh.any():
+            self._journal.finish()  # they begin after the step that is pending
         room = self._room_for(len(numbers), flat.size)
         words = np.empty((room, self._layout.words), self._layout.word)
         words[len(numbers) :] = 0
-        self._read_into(words[: len(numbers)], numbers)
+        self._read_into(words[: len(numbers)], numbers, fresh)
         ticket, counts = next(_TICKETS) % 2**31, np.pad(counts, (0, room - len(counts)))
         rows = dataclasses.replace(self._rows_of(words, numbers, ticket), counts=counts)
         rows = jax.device_put(rows, self._device)
-        for step in self._journal.pending:
-            if step.records is self._records:
-                rows = on_device.with_pending(rows, numbers, step.rows, step.words)
-        self._fetched = ticket, numbers
+        for step in self._pending:
+            old = np.where(fresh, ~numbers, numbers)  # without those of former owners
+            rows = on_device.with_pending(rows, old, step.rows, step.words)
+        self._fetched = Stored(self._records, ticket, self._steps, numbers, batch)
         places[places == len(numbers)] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
         shaped = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
@@ -246,10 +278,33 @@ class HostTable(Journaled):
                 "since the last store, write, reset or restore"
             )
         fetched, self._fetched = self._fetched, None
+        if fetched.steps != self._steps:
+            raise FailedPreconditionError(
+                "store(rows) got rows that went on from a step which could not be stored: "
+                "fetch them again"
+            )
+        if self._ids is not None:
+            self._ids.keep(fetched.batch, fetched.steps + 1)
         if self._overlap:
             for x in jax.tree.leaves(rows):
                 x.copy_to_host_async()
-        return Stored(self._records, *fetched, rows)
+        return fetched._replace(records=self._records, words=rows)
+
+    @property
+    def _pending(self) -> list[Stored]:
+        return [x for x in self._journal.pending if x.records is self._records]
+
+    @property
+    def _steps(self) -> int:
+        """How many steps were stored, with one that is pending."""
+        return int(self._records.shared[0]) + len(self._pending)
+
+    def _look_up(self, call: str, ids: np.ndarray) -> Batch:
+        """The rows of ids ``[K]``."""
+        if self._ids is None:
+            return Batch(ids)
+        now = self._records.entries, self._steps, self._pending
+        return self._ids.run(call, wide_ids(ids.view(np.uint64)), *now)
 
     def _room_for(self, rows: int, ids: int) -> int:
         """U: the room for some distinct rows of some ids."""
@@ -266,13 +321,15 @@ class HostTable(Journaled):
             self._room = min(ids, -(-(rows + rows // 16) // grain) * grain)
         return self._room
 
-    def _read_into(self, words: np.ndarray, numbers: np.ndarray) -> None:
-        """Read the records of some rows, initializing those that are new."""
+    def _read_into(self, words: np.ndarray, numbers: np.ndarray, fresh: Any = 0) -> None:
+        """Read the records of some rows, initializing those that are new or fresh."""
         np.take(self._records.array, numbers, axis=0, out=words, mode="clip")
-        new = np.flatnonzero(words[:, -1] == 0)
+        new = np.flatnonzero((words[:, -1] == 0) | fresh)
         if len(new):  # if they begin with the same number, the first is enough
             some = new if callable(self._init) else new[:1]
             words[new] = self._initial_records(numbers[some])
+        if self._layout.tx.catches_up and np.any(fresh):  # and have missed no step
+            words[fresh] = self._initial_records(numbers[fresh], self._records.shared[1:])
 
     def _initial_records(self, numbers: np.ndarray, shared: Any = None) -> np.ndarray:
         """Records of rows that begin with the table, or when it has these shared values."""
@@ -295,17 +352,18 @@ class HostTable(Journaled):
         """The parameters of some rows as they are now, those of exact optimizers caught up.
 
         Args:
-          ids: integers ``[...]``.
+          ids: integers ``[...]``; with ``keyed`` what ``fetch`` takes, and no row is given.
 
         Returns:
-          ``[..., *D]``; NaN for an id that is out of range.
+          ``[..., *D]``; NaN for an id that is out of range, or padding.
 
         Raises:
           TypeError: for ids that are not integers.
         """
         self._journal.finish()
-        ids = arguments.checked_ids(ids)
-        numbers, places, _ = arguments.numbered(ids.reshape(-1), self.shape[0])
+        ids = arguments.checked_ids(ids, self._ids)
+        found = self._look_up("find", ids.reshape(-1)).rows
+        numbers, places, _ = arguments.numbered(found, self.shape[0])
         room = arguments.power_of_two(len(numbers))
         words = np.zeros((room, self._layout.words), self._layout.word)
         self._read_into(words[: len(numbers)], numbers)
@@ -369,6 +427,7 @@ class HostTable(Journaled):
         """
         self._journal.finish()
         call, (steps, *old) = "write(ids, params, state)", self._records.shared
+        self._refuse(True, call, "table.fetch(ids), and table.store(rows.pack(...))")
         rows = arguments.checked_rows(call, ids, self.shape[0])
         distinct, order = np.unique(rows, return_index=True)
         if len(distinct) < len(rows):
@@ -396,18 +455,46 @@ class HostTable(Journaled):
         Raises:
           InvalidArgumentError: for rows that are not there.
         """
+        self._refuse(True, "reset(ids)", "table.evict(ids)")
         self._journal.finish()
-        rows = np.unique(arguments.checked_rows("reset(ids)", ids, self.shape[0]))
+        self._begin(np.unique(arguments.checked_rows("reset(ids)", ids, self.shape[0])))
+
+    @one_at_a_time
+    def evict(self, ids: Any) -> None:
+        """Takes their rows from some ids of a keyed table, if they have any.
+
+        From all of them or, whatever kills the process, from none. Rows of the last
+        ``fetch`` can no longer be stored.
+
+        Raises:
+          FailedPreconditionError: for a table without ``keyed``.
+        """
+        self._refuse(False, "evict(ids)", "table.reset(ids)")
+        self._journal.finish()
+        keys = arguments.checked_ids(ids, self._ids).reshape(-1)
+        batch = self._look_up("evict", keys)
+        self._begin(batch.changed, batch)
+
+    def _begin(self, rows: np.ndarray, batch: Batch | None = None) -> None:
+        """Let some rows begin anew; a batch says who owns them."""
         self._fetched, (_, *shared) = None, self._records.shared
         if self._layout.tx.catches_up:
             words = self._initial_records(rows, shared)
         else:  # as if they had never begun
             rows = rows[self._records.array[rows, -1] != 0]
             words = np.zeros((len(rows), self._layout.words), self._layout.word)
-        self._write(rows, words, self._records.shared)
+        self._write(rows, words, self._records.shared, batch)
 
-    def _write(self, rows: np.ndarray, words: np.ndarray, shared: list[np.ndarray]) -> None:
+    def _refuse(self, keyed: bool, call: str, instead: str) -> None:
+        if keyed == (self._ids is not None):
+            kind = "that is keyed by ids" if keyed else "without keyed="
+            raise FailedPreconditionError(f"{call} of a table {kind}: type {instead}")
+
+    def _write(
+        self, rows: np.ndarray, words: np.ndarray, shared: Any, batch: Batch | None = None
+    ) -> None:
         records, number = self._records, int(self._records.done) + 1
+        words = records.with_entries(rows, words, batch)
         self._journal.write([storage.Part(records, number, rows, words, shared)])
 
     @one_at_a_time
@@ -430,6 +517,7 @@ class HostTable(Journaled):
             raise InvalidArgumentError(f"{path} is the file of this table; give another")
         num_rows = self.shape[0]
         if rows is not None:
+            self._refuse(True, "save(path, rows)", "table.save(path)")
             rows = arguments.checked_rows("save(path, rows)", rows, num_rows)
             num_rows = arguments.checked_shape(rows.shape)[0]
         with storage.locked(path) or contextlib.nullcontext():
@@ -480,7 +568,8 @@ class HostTable(Journaled):
           InvalidArgumentError: for fewer rows than there are.
           OSError: if there is no room for the file; the table is as it was.
         """
-        records = self._records
+        records, larger = self._records, "HostTable(..., keyed=dynamic.id_map(rows))"
+        self._refuse(True, "grow(num_rows)", f"{larger}, and store there what this holds")
         if num_rows < len(records.array):
             raise InvalidArgumentError(
                 f"grow({num_rows}) of a table with {len(records.array)} rows: wanted more"

@@ -159,10 +159,11 @@ def save_word_vectors(
     table: Any = vectors if read else np.asarray(vectors)
     if form not in _FORMS:
         raise ValueError(f"form must be one of {', '.join(_FORMS)}, got {form!r}")
-    if len(table.shape) != 2 or len(words) != table.shape[0]:
+    is_keyed = getattr(vectors, "ids", None) is not None
+    if len(table.shape) != 2 or len(words) != table.shape[0] or is_keyed:
         raise ValueError(
             f"wanted vectors [V, D] with V = {len(words):,}, the number of words; got "
-            f"{list(table.shape)}"
+            f"{list(table.shape)}{'; type table.read(words)' if is_keyed else ''}"
         )
     for row, word in enumerate(words):
         if not word or word.split() != [word]:

@@ -139,8 +139,11 @@ def is_padding(ids: WideIds) -> jax.Array:
 
 
 def hashed(ids: WideIds, seed: int) -> jax.Array:
-    """MurmurHash3 (x86, 32 bits; Austin Appleby) of the 8 bytes of each id: uint32."""
-    h = jnp.full_like(ids.low, seed)
+    """MurmurHash3 (x86, 32 bits; Austin Appleby) of the 8 bytes of each id: uint32.
+
+    Of NumPy, if the ids are.
+    """
+    h = ids.low * WORD.type(0) + WORD.type(seed)
     for word in ids:
         k = _rotated(word * WORD.type(0xCC9E2D51), 15) * WORD.type(0x1B873593)
         h = _rotated(h ^ k, 13) * WORD.type(5) + WORD.type(0xE6546B64)
