@@ -1,12 +1,13 @@
 """What is saved of an exact optimizer, with rows behind or after flush, is restored."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fast_jit
+from helpers import fast_jit, slow_unless
 from optimizers import SCHEDULE
 from safetensors.numpy import load_file
 from test_delta import assert_same
@@ -87,8 +88,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("flushed", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("adam", False), ("frozen", True), ("in a partition", False)
+CASES = itertools.product(OPTIMIZERS, (False, True))
+
+
+@pytest.mark.parametrize("name, flushed", slow_unless(CASES, QUICK.__contains__))
 def test_what_is_restored_is_what_was_saved(name, flushed, tmp_path):
     tx, base, *trees = trained(name)
     tree = trees[flushed]

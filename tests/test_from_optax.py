@@ -343,6 +343,16 @@ def test_no_threshold_hides_what_mixes_rows(name):
         jax.eval_shape(lambda g: tx.update(g, tx.init(PARAMS), PARAMS), grads_of(RNG, [1]))
 
 
+def test_each_axis_that_numbers_rows_counts():
+    """Of `[L, V, D]` dense Optax takes the mean over V as well."""
+    layers = jnp.ones((2, V, D))
+    grads = js.grad(lambda x: (x[0, [1, 5]] ** 2).sum())(layers)
+    js.from_optax(optax.adam(0.1)).update(grads, optax.adam(0.1).init(layers), layers)
+    for tx in (optax.centralize(), optax.stateless(lambda g, p: g / (g**2).sum((0, 1)))):
+        with pytest.raises(ValueError, match="does not treat each row by itself"):
+            js.from_optax(tx).update(grads, tx.init(layers), layers)
+
+
 def test_a_chain_that_changes_its_states_structure_is_refused():
     tx, grads = js.optim.chain(optax.zero_nans(), js.sgd(0.1)), grads_of(RNG, [1])
     with pytest.raises(TypeError, match=r"another structure.*jslices.from_optax"):
@@ -350,6 +360,7 @@ def test_a_chain_that_changes_its_states_structure_is_refused():
 
 
 EXACT = js.sgd(0.1, momentum=0.9, untouched="exact")
+SOME = {"table": lambda rows: rows < 3, "w": None}
 
 
 @pytest.mark.parametrize(
@@ -360,6 +371,8 @@ EXACT = js.sgd(0.1, momentum=0.9, untouched="exact")
         (js.from_optax(optax.scale_by_novograd()), True),
         (js.rmsprop(0.1), True),
         (js.lamb(0.1), True),
+        (js.optim.freeze_rows(js.from_optax(optax.add_decayed_weights(0.1)), SOME), True),
+        (js.optim.freeze_rows(js.optim.clip(1.0), SOME), False),
         (js.from_optax(optax.apply_if_finite(optax.clip(1.0), 3)), False),
         (js.from_optax(optax.contrib.reduce_on_plateau()), False),
         (js.optim.clip_global_norm(0.5), False),
@@ -401,8 +414,10 @@ def test_exact_step_says_that_what_is_lifted_is_lazy():
         step = js.optim.exact_step(lambda p, ids: (p["table"][ids] ** 2).sum(), tx)
         return jax.eval_shape(step, PARAMS, tx.init(PARAMS), np.array([1, 2]))
 
-    with pytest.warns(UserWarning, match=r"from_optax.*is lazy: .*untouched=\"exact\""):
-        step_of(js.from_optax(optax.adam(0.1)))
+    lifted = js.from_optax(optax.adam(0.1))
+    for tx in (lifted, js.optim.chain(js.optim.clip(1.0), lifted)):
+        with pytest.warns(UserWarning, match=r"from_optax.*lazy: .*untouched=\"exact\""):
+            step_of(tx)
     step_of(js.from_optax(optax.adagrad(0.1)))  # no warning: no row misses anything
 
 

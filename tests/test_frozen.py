@@ -176,7 +176,10 @@ GRADUALLY = (NONE, FROZEN, FROZEN & (np.arange(V) != 5), NONE)
 SCHEDULED = ("lion", {"learning_rate": SCHEDULE, "weight_decay": 0.1})
 
 
-@pytest.mark.parametrize("how", ["flushed", "read", "state"])
+@pytest.mark.parametrize(
+    "how",
+    ["flushed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("read", "state"))],
+)
 @pytest.mark.parametrize(
     "name, kwargs",
     slow_unless([EXACT[0], EXACT[1], SCHEDULED], lambda case: case[0] == "adamw"),

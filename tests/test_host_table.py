@@ -396,11 +396,14 @@ def test_rows_begin_anew():
 
 @pytest.mark.parametrize(
     "name, options",
-    [
-        ("adamw", {"weight_decay": 0.3}),
-        ("rmsprop", {"initial_scale": 1.0}),
-        ("adamw", {"learning_rate": optimizers.SCHEDULE}),
-    ],
+    slow_unless(
+        [
+            ("adamw", {"weight_decay": 0.3}),
+            ("rmsprop", {"initial_scale": 1.0}),
+            ("adamw", {"learning_rate": optimizers.SCHEDULE}),
+        ],
+        lambda case: "weight_decay" in case[1],
+    ),
     ids=optimizers.label,
 )
 def test_rows_that_begin_anew_have_missed_no_step(name, options):

@@ -1,12 +1,14 @@
 """Host tables keyed by ids: the same as in memory, and map and rows always of one step."""
 
 import functools
+import itertools
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 from test_host_table_faults import STRIDES_AND_KINDS, Copies, fast_disk, interruptions
 
 import jslices as js
@@ -60,9 +62,11 @@ def steps_of(tx):
     return in_memory, on_host
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
+QUICK = ("lru", "exact", True), ("tinylfu", "adagrad", False), ("never", "exact", False)
+CASES = itertools.product(POLICIES, OPTIMIZERS, (False, True))
+
+
+@pytest.mark.parametrize("policy, name, overlap", slow_unless(CASES, QUICK.__contains__))
 def test_is_the_table_and_the_map_of_a_step_in_memory(policy, name, overlap, tmp_path):
     tx = OPTIMIZERS[name]
     in_memory, on_host = steps_of(tx)

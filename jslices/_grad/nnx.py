@@ -2,13 +2,12 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jslices._densify import current_user_line
+from jslices._densify import warn_at_line
 from jslices._grad.call import chosen_arguments, is_state, split_aux
 from jslices._typing import PyTree
 
@@ -98,10 +97,9 @@ def lost_changes(names: Sequence[str], args: Sequence[PyTree]) -> Iterator[None]
     after = _arrays_of_models(names, args) if before else {}
     changed = [name for name, x in before.items() if after.get(name) is not x]
     if changed:
-        line = current_user_line()
-        message = (
+        warn_at_line(
             f"the function changes {', '.join(changed[:3])}, and the model that was passed "
             "stays as it was; argnums=nnx.DiffState(0, nnx.Param) keeps changes, and "
-            "differentiates the parameters alone"
+            "differentiates the parameters alone",
+            category=UserWarning,
         )
-        warnings.warn_explicit(message, UserWarning, line.file, line.line)

@@ -84,13 +84,10 @@ class RowRead:
     @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
-        per = [1]
-
-        def note(table: TableView, ids: RowIds) -> None:
-            per.extend(size for name, size, *_ in ids.name if name == "holding")
-
+        steps: list[Any] = [("holding", 1)]
+        note = lambda table, ids: steps.extend(ids.name)  # noqa: E731
         Reader(note, note).rows(self.view, RowIds())
-        return max(per)
+        return max(step[1] for step in steps if step[0] == "holding")
 
     @property
     def is_direct(self) -> bool:

@@ -5,10 +5,11 @@ and from numbers to which rows without gradient add nothing, as the norm of the 
 Both are read from its program for tables of any height: no threshold hides from that.
 """
 
-import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from jslices import _jax
 from jslices._grad.custom import row_by_row
 from jslices._grad.rules import is_elementwise, rowwise
-from jslices._grad.views import TableView, Unslotted, Values, View
+from jslices._grad.views import TableView, Values, View, flat, folded
 from jslices._grad.walk import ProgramWalk, Scope
 from jslices._jax import Equation, is_symbolic
 from jslices._slices import is_slices
@@ -35,11 +36,14 @@ def read_update(
     leaves, tree = _jax.flatten(grads, is_leaf=lambda x: x is None or is_slices(x))
     if not any(map(is_slices, leaves)):
         return "", True
-    names = [f"rows{i}" for i in range(len(leaves))]
+    names = [f"rows{i}" for i in range(sum(x.row_axes for x in filter(is_slices, leaves)))]
     tall = [f"{name} >= 4096" for name in names]  # taller than what is small to Optax
-    heights = jax.export.symbolic_shape(",".join(names), constraints=tall)
+    sizes = iter(jax.export.symbolic_shape(",".join(names), constraints=tall))
+    walk = _UpdateWalk()
     try:
-        types = map(_types, heights, leaves, tree.flatten_up_to(params))
+        types = [
+            _types(sizes, *x) for x in zip(leaves, tree.flatten_up_to(params), strict=True)
+        ]
         grads, params = map(tree.unflatten, zip(*types, strict=True))
         given = grads, jax.eval_shape(tx.init, params)
         update = functools.partial(tx.update, **extra_args)
@@ -47,117 +51,106 @@ def read_update(
         shapes = [jax.tree.map(lambda x: str(x.shape), each) for each in (given, results)]
         if shapes[0] != shapes[1]:
             raise ValueError("updates or state come back in another structure")
-        count = len(jax.tree.leaves(grads))
-        inputs = [_input(i, x.aval, i < count) for i, x in enumerate(program.invars)]
-        outputs = _UpdateWalk().program(program, inputs)
-    except Exception as error:  # also of tracing
+        inputs: list[Any] = [x if _row_axes(x) else None for x in program.invars]
+        for i, x in enumerate(jax.tree.leaves(grads)):
+            inputs[i] = np.zeros((), x.dtype)[()] if inputs[i] else None
+        odd = [x.aval.shape for x in program.invars if _row_axes(x) < 0]
+        walk.mixing += [f"an array of shape {shape}" for shape in odd]
+        outputs = walk.program(program, inputs)
+    except Exception as error:  # of tracing
         return str(error), not jax.tree.leaves(jax.eval_shape(tx.init, params))
-    pairs = [x for x in zip(outputs, inputs, strict=False) if isinstance(x[0], View)]
-    return "", all(_common(map(_untouched, x)) is not None for x in pairs)
+    columns = zip(program.outvars, outputs, inputs, strict=False)
+    others_stay = all(_common(x) is not None for atom, *x in columns if _row_axes(atom))
+    return "".join(walk.mixing[:1]), others_stay
 
 
-def _types(height: Any, grad: Any, param: PyTree) -> tuple[Any, PyTree]:
+def _types(sizes: Iterator[Any], grad: Any, param: PyTree) -> tuple[Any, PyTree]:
     """The types of a gradient and its parameter; of slices those of a table so high."""
     if not is_slices(grad):
         return grad, param
     row = (7 if is_symbolic(n) else n for n in grad.values.shape[1:])
-    table = jax.ShapeDtypeStruct((height, *row), grad.dtype)
+    shape = *itertools.islice(sizes, grad.row_axes), *row
+    table = jax.ShapeDtypeStruct(shape, grad.dtype)
     return table, table.update(dtype=param.dtype)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Rows(Unslotted):
-    """A view, and what all its rows without gradient hold: a number, an input, or None."""
-
-    untouched: Any
-
-
-def _input(number: int, aval: Any, is_gradient: bool) -> Any:
-    table = TableView(aval.shape, aval.dtype, number)
-    untouched = np.zeros((), aval.dtype)[()] if is_gradient else table
-    return _rows(table, untouched) if _has_rows(aval) else None
-
-
-def _rows(x: Any, untouched: Any) -> Any:
-    return _Rows(x.shape, x.dtype, x, untouched) if isinstance(x, View) else untouched
-
-
-def _untouched(x: Any) -> Any:
-    return x.untouched if isinstance(x, _Rows) else x
-
-
 class _UpdateWalk(ProgramWalk[Any]):
-    """A walk with a view for what has rows, and for what has none a number, or None."""
+    """A walk with what all rows without gradient hold: a number, an input, or None.
+
+    Arrays without rows are numbers that serve all rows, None if they are not known.
+    """
+
+    def __init__(self) -> None:
+        self.mixing: list[str] = []  #: the equations that mix rows
 
     def constant(self, value: Any) -> Any:
         is_number = isinstance(value, np.generic | np.ndarray | int | float | complex)
         return np.asarray(value)[()] if is_number and not np.ndim(value) else None
 
     def cond(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
-        index, *inputs = operands
-        if isinstance(index, View):
-            self._refuse(eqn)
-        each = [self.program(branch, inputs) for branch in eqn.params["branches"]]
-        same = [_common(map(_untouched, x)) for x in zip(*each, strict=True)]
-        return list(map(_rows, each[0], same))
+        each = [self.program(branch, operands[1:]) for branch in eqn.params["branches"]]
+        return list(map(_common, zip(*each, strict=True)))
 
     custom = checkpoint = ProgramWalk.call  # no derivative is asked for
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
-        values = list(map(_untouched, operands))
-        views = {x for x in operands if isinstance(x, View)}
-        if not views:
-            outputs = self._without_rows(eqn)
-        elif _adds_nothing(eqn, values[0]):
+        if _adds_nothing(eqn, operands):
             return [None]
-        else:
-            rows = [x if isinstance(x, View) else None for x in operands]
-            outputs = rowwise(eqn, rows, functools.partial(self._refuse, eqn)) or []
-        if not outputs or not all(x is None or row_by_row(x, views) for x in outputs):
-            self._refuse(eqn)
-        return [_rows(x, _of_untouched(eqn, values)) for x in outputs]
+        if self._is_row_by_row(eqn):
+            return [_of_untouched(eqn, operands)] * len(eqn.outvars)
+        self.mixing.append(_jax.described(eqn, self.source(eqn)))
+        return [None] * len(eqn.outvars)
 
-    def _without_rows(self, eqn: Equation) -> Values:
-        """The outputs where no operand has rows: that serve all rows, or rows all alike."""
+    def _is_row_by_row(self, eqn: Equation) -> bool:
+        axes = [_row_axes(x) for x in (*eqn.invars, *eqn.outvars)]
+        if min(axes, default=0) < 0:
+            return False
+        if any(axes[: len(eqn.invars)]):
+            tables = [_table(x) if _row_axes(x) else None for x in eqn.invars]
+            whole: list[Any] = []  # views that would have to serve all rows
+            views = rowwise(eqn, tables, whole.append) or [None]
+            return not whole and all(x and row_by_row(flat(x), set()) for x in views)
         for program in _jax.programs_among(eqn):
             self.program(program, [None] * len(program.invars))
-        if not any([_has_rows(x.aval) for x in eqn.outvars]):
-            return [] if _jax.kind(eqn) == "dim_as_value" else [None] * len(eqn.outvars)
-        out = eqn.outvars[0].aval
-        repeats = _jax.kind(eqn) == "broadcast_in_dim"
-        return [TableView(out.shape, out.dtype, -1)] if repeats else []
-
-    def _refuse(self, eqn: Equation, view: View | None = None) -> NoReturn:
-        raise ValueError(_jax.described(eqn, self.source(eqn)))
+        # Numbers that serve all rows, or rows all alike.
+        name = _jax.kind(eqn)
+        return name == "broadcast_in_dim" or not (any(axes) or name == "dim_as_value")
 
 
-def _has_rows(aval: Any) -> bool:
-    """True if the first axis numbers the rows of a table; another one must not."""
-    if any(map(is_symbolic, aval.shape[1:])):
-        raise ValueError(f"an array of shape {aval.shape}")
-    return any(map(is_symbolic, aval.shape))
+def _row_axes(atom: Any) -> int:
+    """How many axes number the rows of a table; -1 if they are not the first ones."""
+    symbolic = [is_symbolic(n) for n in atom.aval.shape]
+    count = sum(symbolic)
+    return count if all(symbolic[:count]) else -1
 
 
-def _adds_nothing(eqn: Equation, untouched: Any) -> bool:
+def _table(atom: Any) -> View:
+    shape, axes = atom.aval.shape, _row_axes(atom)
+    table = TableView((math.prod(shape[:axes]), *shape[axes:]), atom.aval.dtype, 0)
+    return folded(table, shape[:axes])
+
+
+def _adds_nothing(eqn: Equation, operands: Values) -> bool:
     """True for a reduction over all rows to which those without gradient add nothing."""
-    name, neutral = _jax.kind(eqn), np.zeros((), eqn.outvars[0].aval.dtype)[()]
-    if name not in ("reduce_sum", "reduce_or", "reduce_and") or 0 not in eqn.params["axes"]:
+    name, dtype = _jax.kind(eqn), eqn.outvars[0].aval.dtype
+    reduces = name in ("reduce_sum", "reduce_or", "reduce_and") and 0 in eqn.params["axes"]
+    if not reduces or _row_axes(eqn.outvars[0]):
         return False
-    return _common([untouched, ~neutral if name == "reduce_and" else neutral]) is not None
+    return _common([*operands, dtype.type(name == "reduce_and")]) is not None
 
 
-def _of_untouched(eqn: Equation, values: list[Any]) -> Any:
+def _of_untouched(eqn: Equation, values: Values) -> Any:
     """What all rows without gradient hold of an output, from what they do of operands."""
     name, dtype = _jax.kind(eqn), eqn.outvars[0].aval.dtype
     zero = [isinstance(x, np.generic) and x == 0 for x in values]
     # Of finite numbers: others spoil more than this.
     if (name in ("mul", "and") and any(zero)) or (name == "div" and zero[0]):
-        return np.zeros((), dtype)[()]
+        return dtype.type(0)
     if name == "add" and any(zero):
         return values[1 - zero.index(True)]
+    if name == "select_n" and isinstance(values[0], np.generic):
+        return values[1 + int(values[0])]
     if name == "select_n":
-        if isinstance(values[0], np.generic):
-            return values[1 + int(values[0])]
         return _common([x for x in values[1:] if x is None or x == x] or values)
     if name == "convert_element_type" and eqn.invars[0].aval.dtype == dtype:
         return values[0]
@@ -173,6 +166,5 @@ def _of_untouched(eqn: Equation, values: list[Any]) -> Any:
 
 def _common(values: Iterable[Any]) -> Any:
     """The value that all are; None if they differ."""
-    first, *rest = values
-    alike = (x is first or (isinstance(first, np.generic) and first == x) for x in rest)
-    return first if all(alike) else None
+    first, *others = set(values)
+    return None if others else first

@@ -14,7 +14,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jslices import _jax
-from jslices._densify import current_user_line, human_bytes
+from jslices._densify import human_bytes, warn_at_line
 from jslices._place.boundary import is_row_major, is_tall, platform_at_hand
 from jslices._typing import Leaf
 
@@ -50,8 +50,7 @@ def hint_once(what: Hashable, message: str) -> None:
     if what in _hinted:
         return
     _hinted.add(what)
-    line = current_user_line()
-    warnings.warn_explicit(message, PerformanceHint, filename=line.file, lineno=line.line)
+    warn_at_line(message, category=PerformanceHint)
 
 
 def keep_memory() -> None:

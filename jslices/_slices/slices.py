@@ -102,7 +102,7 @@ class IndexedSlices(Refusals):
         self, values: jax.Array, indices: jax.Array, facts: Facts = NO_FACTS
     ) -> "IndexedSlices":
         """Other entries of the same array."""
-        facts = facts._replace(packed=self.facts.packed)
+        facts = self.facts._replace(distinct=facts.distinct, placement=facts.placement)
         return slices_of(values, indices, self.dense_shape, facts)
 
     # --- conversions ----------------------------------------------------------------
@@ -548,6 +548,8 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     # Widening keeps negative numbers negative, hence empty entries empty.
     indices = [s.indices.astype(widest) for s in given]
     values = [s.values.astype(dtype) for s in given]
+    packed = max(s.facts.packed for s in given)
+    facts = Facts(packed=packed, unconjugated=any(s.facts.unconjugated for s in given))
     placement = given[0].facts.placement
     if (
         placement is not None
@@ -555,10 +557,9 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
         and given[0].indices.ndim == 1
     ):
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
-        return slices_of(*entries, shape, given[0].facts.lasting)
+        return slices_of(*entries, shape, facts._replace(placement=placement))
     axis = given[0].indices.ndim - 1
     together = jnp.concatenate(values, axis), jnp.concatenate(indices, axis)
-    facts = Facts(packed=max(s.facts.packed for s in given))
     return slices_of(*together, shape, facts)
 
 
@@ -592,8 +593,7 @@ def _summed(
         unique: IndexedSlices = each_shard(run, slices)
         return unique
     values, indices = _sums(slices, size=size, combine=combine, order=order)
-    facts = Facts(distinct=True, unconjugated=slices.facts.unconjugated)
-    return slices._like(values, indices, facts)
+    return slices._like(values, indices, Facts(distinct=True))
 
 
 @on_any_mesh(lambda slices: everywhere(slices.values, slices.indices))

@@ -6,7 +6,6 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 """
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +16,7 @@ from jax import lax
 from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
-from jslices._densify import current_user_line
+from jslices._densify import warn_at_line
 from jslices._jax import flatten
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
@@ -122,15 +121,12 @@ def stale_warning() -> None:
 
     Its rows become NaN when they are stepped after a step that they missed.
     """
-    line = current_user_line()
-    warnings.warn_explicit(
+    warn_at_line(
         'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
         "is traced, and no row has caught up before: a row that misses a step becomes NaN "
         "in the next that reads it. Type step = jax.jit(js.optim.exact_step(loss, tx)), "
         "or, before the gradient is taken, params, state = tx.catch_up(params, state, ids)",
-        UserWarning,
-        filename=line.file,
-        lineno=line.line,
+        category=UserWarning,
     )
 
 
@@ -298,16 +294,16 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     ) -> tuple[jax.Array, ...]:
         count, run, tables, now = shared
         arrays, last, snapshot = _clock_apart(rest, len(now))
-        is_free, steps_done = (last >= 0) & ~never_moves(last), last_done(last)
-        late = steps_done < count
+        done = last_done(last)
+        late = done < count
         column = per_row(late, p)
-        missed = steps.missed(count, run, tables, steps_done, snapshot)
+        missed = steps.missed(count, run, tables, done, snapshot)
         numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
         missed = numbers._replace(steps=missed.steps)
         missed = jax.tree.map(lambda x: x.reshape(column.shape), missed)
         move, *new = steps.advance(missed, p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
-        move = access.where_rows(late & is_free, move, jnp.array(-0.0, move.dtype))
+        move = access.where_rows(late & (done == last), move, jnp.array(-0.0, move.dtype))
         moved = [
             access.where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, arrays, strict=True)

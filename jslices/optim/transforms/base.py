@@ -64,8 +64,9 @@ def as_transformation(caller: str, tx: Transformation) -> GradientTransformation
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        arrays = jax.tree.map(_zeros_for_no_rows, grads, is_leaf=is_leaf)
-        updates, new = tx.update(arrays, state, params, **extra_args)
+        zeros = lambda g: g.to_dense() if has_no_rows(g) else g  # noqa: E731
+        grads = jax.tree.map(zeros, grads, is_leaf=is_leaf)
+        updates, new = tx.update(grads, state, params, **extra_args)
         if str(jax.tree.structure(new)) != str(jax.tree.structure(state)):
             raise TypeError(
                 f"{caller} got a transformation of Optax whose state has another structure "
@@ -74,10 +75,6 @@ def as_transformation(caller: str, tx: Transformation) -> GradientTransformation
         return updates, new
 
     return GradientTransformation(tx.init, update)
-
-
-def _zeros_for_no_rows(grad: Leaf) -> Leaf:
-    return grad.to_dense() if has_no_rows(grad) else grad
 
 
 def stateless(f: Callable[[Gradients], Gradients], **parts: Any) -> GradientTransformation:

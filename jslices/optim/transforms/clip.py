@@ -422,7 +422,7 @@ def shrunk(x: Leaf, norm: jax.Array, limit: jax.Array) -> Any:
     In this order it is rounded as Optax rounds it. A NaN or infinite norm gives NaN.
     """
     if isinstance(x, IndexedSlices):
-        return x.with_values(shrunk(x.values, norm, limit))
+        return x.with_values(shrunk(x.values, norm, limit)).with_facts(x.facts)
     wide = widened(x)
     real = jnp.finfo(wide.dtype).dtype
     limit = jnp.maximum(limit, 0)

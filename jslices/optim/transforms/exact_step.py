@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jslices._densify import warn_at_line
 from jslices._grad.api import differentiated
 from jslices._grad.call import (
     ExchangeSpec,
@@ -17,7 +16,6 @@ from jslices._grad.call import (
 )
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
-from jslices._grad.untouched import read_update
 from jslices._jax import is_symbolic
 from jslices._place.boundary import mesh_of, platform_at_hand
 from jslices._place.hints import hint_once
@@ -25,7 +23,6 @@ from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import CONJUGATE, GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
-from jslices.optim.transforms.from_optax import Lifted
 
 
 def exact_step(
@@ -144,15 +141,7 @@ def exact_step(
                 taken = {i: x for i, x in enumerate(leaves) if x is not None}
                 (peeked["peeked"],) = call.tree.unflatten(aside)
         value, aux, (grads,) = differentiated(call, planned, taken=taken)
-        known = {"value": value}
-        if isinstance(tx, Lifted) and not read_update(tx, grads, params, known)[1]:
-            warn_at_line(
-                "exact_step got jslices.from_optax(...), which is lazy: rows wait in steps "
-                "that do not read them, and make up for none. Type an optimizer of jslices "
-                'with untouched="exact"; or, for lazy steps, value_and_grad and tx.apply',
-                category=UserWarning,
-            )
-        params, state = tx.apply(grads, state, params, value=value, **peeked)
+        params, state = tx.apply(grads, state, params, value=value, exact=True, **peeked)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step

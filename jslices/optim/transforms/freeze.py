@@ -1,7 +1,6 @@
 """Rows of tables that never move, whatever the optimizer and the gradient."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -102,9 +101,9 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     def after(grads: Gradients, state: State) -> State:
         """The state after a step; arrays step all rows, which are then no longer held."""
         leaves = flatten(grads, is_leaf=base.is_leaf_or_masked)[0]
-        arrays = [not base.is_leaf_or_masked(g) for g in leaves]
-        is_any = any(x is not None for x in itertools.compress(bits_of(grads), arrays))
-        return marked(state) if is_any else state
+        pairs = zip(leaves, bits_of(grads), strict=True)
+        arrays = [g for g, x in pairs if x is not None and not base.is_leaf_or_masked(g)]
+        return marked(state) if arrays else state
 
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
@@ -151,12 +150,10 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     def of_rows(rows: StateOfRows) -> Any:
         return freeze_rows(tx.of_rows(rows), jax.tree.map(rows.renumbered, frozen))
 
-    frozen_tx = tx.replace(
-        init=init, update=update, apply=apply, check=None, of_rows=of_rows
-    )
-    if tx.catches_up:
-        frozen_tx = frozen_tx.replace(catch_up=catch_up, flush=flush)
-    return frozen_tx.replace(peek=peek) if tx.peeks else frozen_tx
+    late: dict[str, Any] = {"catch_up": catch_up, "flush": flush} if tx.catches_up else {}
+    late |= {"peek": peek} if tx.peeks else {}
+    own = {"init": init, "update": update, "apply": apply, "check": None, **late}
+    return tx.replace(of_rows=of_rows, **own)
 
 
 def _frozen_state(state: State, frozen: PyTree) -> State:
@@ -217,8 +214,8 @@ def _free(bits: Frozen) -> Frozen:
 
 
 def _held(last: jax.Array, bits: Frozen) -> jax.Array:
-    is_free = (last >= 0) & ~never_moves(last)
-    return _where_frozen(last, bits, jnp.where(is_free, ~last, last))
+    mark = jnp.where(never_moves(last), last, jnp.minimum(last, ~last))
+    return _where_frozen(last, bits, mark)
 
 
 def _where_frozen(last: jax.Array, bits: Frozen, mark: jax.Array) -> jax.Array:

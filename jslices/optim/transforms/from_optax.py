@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
+from jslices._densify import warn_at_line
 from jslices._grad.untouched import read_update
 from jslices._jax import flatten
 from jslices._place.boundary import on_any_mesh, placed_as, row_major_array
@@ -23,6 +24,11 @@ MIXES = (
     "read ({}). Trust ratios, norms of parameters, means over arrays, factored moments, "
     "noise and measurements do not: use jslices.lamb or jslices.adafactor, measure beside "
     "the step, or give it dense gradients (sparse=False)"
+)
+LAZY = (
+    "exact_step got jslices.from_optax(...), which is lazy: rows wait in steps that do not "
+    "read them, and make up for none. Type an optimizer of jslices with "
+    'untouched="exact"; or, for lazy steps, value_and_grad and tx.apply'
 )
 
 
@@ -80,11 +86,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
         run = on_any_mesh(protocol.shardings_of_update)(lifted.update)
         return run(grads, state, params, extra_args)
 
-    return Lifted(lifted.init, update, plan=lifted.plan)
-
-
-class Lifted(GradientTransformation):
-    """What :func:`from_optax` returns, always lazy."""
+    return GradientTransformation(lifted.init, update, plan=lifted.plan)
 
 
 class _Lifted:
@@ -92,7 +94,8 @@ class _Lifted:
 
     def __init__(self, tx: Transformation) -> None:
         self.tx = GradientTransformation(tx.init, tx.update)  # it takes extra arguments
-        self.read: set[Hashable] = set()  #: kinds of gradients that it was read for
+        #: For each kind of gradients that it was read for whether other rows stay.
+        self.others_stay: dict[Hashable, bool] = {}
 
     def init(self, params: Params) -> State:
         leaves, tree = flatten(params)
@@ -113,24 +116,22 @@ class _Lifted:
         arrays = tree.flatten_up_to(params)
         checked = map(checked_gradient, protocol.paths_of(tree), leaves, arrays)
         touched = [deduplicated(g) if is_slices(g) else g for g in checked]
-        kind = (tree, *((g.shape, g.dtype, is_slices(g)) for g in touched if g is not None))
+        grads, is_exact = tree.unflatten(touched), extra_args.pop("exact", False)
         if any(map(is_slices, touched)):
-            _refuse_accumulation(state)
-            extra_args = {**extra_args, "without_numbers": "from_optax"}
-            if kind not in self.read:
-                grads = tree.unflatten(touched)
-                mixing, _ = read_update(self.tx, grads, params, extra_args)
+            _refuse_accumulation(structure)
+            extra_args["without_numbers"] = "from_optax"
+            kind = jax.tree.structure(grads), *(x.dtype for x in jax.tree.leaves(grads))
+            if kind not in self.others_stay:
+                mixing, others_stay = read_update(self.tx, grads, params, extra_args)
                 if mixing:
                     raise ValueError(MIXES.format(mixing))
-                self.read.add(kind)
+                self.others_stay[kind] = others_stay
+            if is_exact and not self.others_stay[kind]:
+                warn_at_line(LAZY, category=UserWarning)
         rows = _Rows(tree, arrays, touched)
         values = [_values(g) if is_slices(g) else g for g in touched]
-        outputs, new_state = self.tx.update(
-            tree.unflatten(values),
-            rows.read_state(state),
-            rows.read(params),
-            **extra_args,
-        )
+        of_rows = tree.unflatten(values), rows.read_state(state), rows.read(params)
+        outputs, new_state = self.tx.update(*of_rows, **extra_args)
         updates = [
             _update(u, g) for u, g in zip(tree.flatten_up_to(outputs), touched, strict=True)
         ]
@@ -177,17 +178,10 @@ class _Rows:
         )
 
     def read(self, subtree: PyTree) -> PyTree:
-        def rows(g: Leaf, x: PyTree) -> PyTree:
-            if not is_slices(g) or _is_empty(x):
-                return x
-            return read_rows([x], g.indices, g.row_axes)[0]
-
-        return self._map(rows, subtree)
+        return self._map(lambda g, x: read_rows([x], g.indices, g.row_axes)[0], subtree)
 
     def write(self, subtree: PyTree, rows: PyTree) -> PyTree:
-        def written(g: Leaf, x: PyTree, new: PyTree) -> PyTree:
-            if not is_slices(g) or _is_empty(x):
-                return new
+        def written(g: IndexedSlices, x: PyTree, new: PyTree) -> PyTree:
             return row_major_array(set_rows(x, g.indices, new.astype(x.dtype)))
 
         return self._map(written, subtree, rows)
@@ -225,8 +219,13 @@ class _Rows:
         )
 
     def _map(self, f: Callable[..., PyTree], *subtrees: PyTree) -> PyTree:
-        parts = map(self.tree.flatten_up_to, subtrees)
-        return self.tree.unflatten(map(f, self.touched, *parts))
+        """``f`` of each table with a gradient by rows; of the others the last one given."""
+
+        def of(g: Leaf, *parts: PyTree) -> PyTree:
+            return f(g, *parts) if is_slices(g) and not _is_empty(parts[0]) else parts[-1]
+
+        columns = map(self.tree.flatten_up_to, subtrees)
+        return self.tree.unflatten(map(of, self.touched, *columns))
 
     def _refuse_rows(self, x: jax.Array) -> jax.Array:
         if any(jnp.shape(x)[: len(sizes)] == sizes for sizes in self.sizes):
@@ -252,18 +251,16 @@ ACT_ON_ALL_ROWS = {
 }
 
 
-def _refuse_accumulation(state: State) -> None:
-    def is_of_all(node: PyTree) -> bool:
-        return type(node).__name__ in ACT_ON_ALL_ROWS
-
-    for node in filter(is_of_all, jax.tree.leaves(state, is_leaf=is_of_all)):
-        raise ValueError(
-            f"from_optax cannot lift optax.{ACT_ON_ALL_ROWS[type(node).__name__]}: in some "
-            "steps it moves all rows together, and rows that such a step does not touch "
-            "would miss it. Accumulate the slices, by jslices.accumulate_gradients or "
-            "jslices.optim.multi_steps(from_optax(tx), k, grads), or give it dense "
-            "gradients (sparse=False)"
-        )
+def _refuse_accumulation(structure: PyTreeDef) -> None:
+    for state, name in ACT_ON_ALL_ROWS.items():
+        if f"[{state}]" in str(structure):
+            raise ValueError(
+                f"from_optax cannot lift optax.{name}: in some steps it moves all rows "
+                "together, and rows that such a step does not touch would miss it. "
+                "Accumulate the slices, by jslices.accumulate_gradients or "
+                "jslices.optim.multi_steps(from_optax(tx), k, grads), or give it dense "
+                "gradients (sparse=False)"
+            )
 
 
 def _present(grad: IndexedSlices) -> jax.Array:
@@ -282,7 +279,3 @@ def _update(update: jax.Array, grad: Leaf) -> Leaf:
         return update
     update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
     return grad.with_values(update)
-
-
-#: Rows of the table that is tried, and which of them get a gradient.
-HEIGHT, TOUCHED = 7, (1, 4)

@@ -135,7 +135,7 @@ def multi_steps(
     whole = lambda state, part: state._replace(inner_opt_state=part)  # noqa: E731
     late = catching_up(opt, part, whole)
     update = functools.partial(run, "update", _no_updates)
-    apply = functools.partial(run, "apply", _unchanged)
+    apply = functools.partial(run, "apply", lambda step, *unchanged: unchanged)
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)
 
 
@@ -144,13 +144,6 @@ def _no_updates(
 ) -> tuple[Gradients, State]:
     shapes, _ = jax.eval_shape(step, params, inner)
     return jax.tree.map(_nothing, shapes, is_leaf=is_leaf), inner
-
-
-def _unchanged(
-    step: Callable[..., Any], params: Params, inner: State
-) -> tuple[Params, State]:
-    del step
-    return params, inner
 
 
 class _Buffers:

@@ -99,7 +99,8 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     # Of the type that came: entries stay where they are.
     values = access.where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
-    return jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
+    masked = jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
+    return masked.with_facts(slices.facts._replace(distinct=False))
 
 
 def check_by_row(caller: str, by_row: Any, x: Leaf, instead: str) -> None:
