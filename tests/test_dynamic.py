@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import slow_unless
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -55,12 +56,19 @@ def check_against_a_dict(admit, ids, owner, batch):
     return ids, owner | {row: i for i, row in pairs}
 
 
-every_policy = pytest.mark.parametrize("policy", POLICIES)
-
-
-@every_policy
 @pytest.mark.parametrize(
-    "options", [{}, {"after": 2}, {"expire": 5}, {"after": 3, "expire": 8, "half_life": 4}]
+    "policy, options",
+    slow_unless(
+        [
+            (policy, options)
+            for policy in POLICIES
+            for options in (
+                *({}, {"after": 2}, {"expire": 5}),
+                {"after": 3, "expire": 8, "half_life": 4},
+            )
+        ],
+        lambda case: (case[0] == "lru") == (not case[1]) and len(case[1]) != 1,
+    ),
 )
 def test_is_a_dict_of_limited_size(policy, options):
     rng, owner = np.random.default_rng(0), {}
@@ -75,10 +83,14 @@ def test_is_a_dict_of_limited_size(policy, options):
     ids.check((ids.num_rows, 2))
 
 
+def is_usual(case):
+    return case[0] in ("lru", "tinylfu")
+
+
 few = st.integers(-1, 40).map(lambda i: i << 33 if i > 20 else i)
 
 
-@every_policy
+@pytest.mark.parametrize("policy", slow_unless([(x,) for x in POLICIES], is_usual))
 @settings(max_examples=20)
 @given(batches=st.lists(st.lists(few, min_size=12, max_size=12), min_size=1, max_size=6))
 def test_whatever_comes(policy, batches):
@@ -120,7 +132,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "adamw")) for x in EXACT]
+)
 def test_trains_like_a_dense_table_with_a_row_for_each_id(name):
     """A row that begins late has missed no step."""
     (tx, dense_tx), rng = EXACT[name], np.random.default_rng(0)
@@ -182,7 +196,15 @@ TABLES = {
 
 
 @pytest.mark.filterwarnings("ignore:exact_step got jslices.from_optax")
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            x, marks=[pytest.mark.slow] * (x in ("sgd", "amsgrad", "optax", "chain"))
+        )
+        for x in TABLES
+    ],
+)
 def test_a_reset_row_begins_with_the_state_of_a_new_one(name):
     tx = TABLES[name]
     params = {"table": jnp.ones((6, 4)), "w": W}
@@ -376,15 +398,18 @@ def test_evicted_ids_leave_their_rows_and_show_in_what_a_server_needs():
 
 def test_least_worthy_owners_go_first():
     """Of a bucket: not seen for longest, seen least, and nobody who is in the batch."""
-    batches = [[0, 0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 3, 4, 5, 6, 7, 9]]
+    batches = [
+        [0, 0, 1, 2, 3, 4, 5, 6, 7],
+        [1, 1],
+        [2, 3, 4, 5, 6, 7],
+        [0, *range(2, 8), 9],
+    ]
     gone = {}
     for policy in ("lru", "lfu", "tinylfu", "never"):
         ids = dynamic.id_map(8, policy=policy)
-        for batch in batches[:1]:
-            ids, _ = ids.admit(dynamic.wide_ids(batch))
-        ids, _ = ids.admit(dynamic.wide_ids([1, 1]))  # often, and lately
-        ids, _ = ids.admit(dynamic.wide_ids([2, 3, 4, 5, 6, 7]))
-        ids, out = ids.admit(dynamic.wide_ids(batches[1]))
+        for batch in batches:
+            batch += [-1] * (9 - len(batch))
+            ids, out = ids.admit(dynamic.wide_ids(batch))
         gone[policy] = out.evicted.to_int64().max()
     assert gone == {"lru": 1, "lfu": 1, "tinylfu": -1, "never": -1}
 
