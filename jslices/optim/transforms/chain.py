@@ -12,7 +12,7 @@ from jslices.optim.engine.protocol import GradientTransformation, widening
 from jslices.optim.engine.transformation import check_links
 from jslices.optim.transforms import base
 
-LAZY = (
+MOVES_OTHER_ROWS = (
     'before an optimizer with untouched="exact" this chain moves rows without gradient, or '
     "keeps something of them (weight decay, momentum), and nothing makes up for that in "
     'steps that they miss: type jslices.adamw(..., untouched="exact") for weight decay, or '
@@ -92,7 +92,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         check_links(state, len(links))
         if last.catches_up and (tree := jax.tree.structure(grads)) not in known:
             if not all(read_update(tx, grads, params, extra_args)[1] for tx in before):
-                raise ValueError(LAZY)
+                raise ValueError(MOVES_OTHER_ROWS)
             known.add(tree)
         first = widening(in_turn, key[0] if key else None)
         grads, new = first(grads, state[:-1], params, **extra_args)

@@ -25,7 +25,7 @@ MIXES = (
     "noise and measurements do not: use jslices.lamb or jslices.adafactor, measure beside "
     "the step, or give it dense gradients (sparse=False)"
 )
-LAZY = (
+LIFTED_IS_LAZY = (
     "exact_step got jslices.from_optax(...), which is lazy: rows wait in steps that do not "
     "read them, and make up for none. Type an optimizer of jslices with "
     'untouched="exact"; or, for lazy steps, value_and_grad and tx.apply'
@@ -127,7 +127,7 @@ class _Lifted:
                     raise ValueError(MIXES.format(mixing))
                 self.others_stay[kind] = others_stay
             if is_exact and not self.others_stay[kind]:
-                warn_at_line(LAZY, category=UserWarning)
+                warn_at_line(LIFTED_IS_LAZY, category=UserWarning)
         rows = _Rows(tree, arrays, touched)
         values = [_values(g) if is_slices(g) else g for g in touched]
         of_rows = tree.unflatten(values), rows.read_state(state), rows.read(params)
