@@ -88,7 +88,7 @@ WAYS = {
 }
 
 
-QUICK = ("adam", False), ("frozen", True), ("in a partition", False)
+QUICK = ("adam", False), ("frozen", True)
 CASES = itertools.product(OPTIMIZERS, (False, True))
 
 
@@ -120,6 +120,7 @@ def test_states_for_other_libraries_are_those_after_flush(name):
     np.testing.assert_array_equal(slots["table"]["exp_avg"], flushed["state"].mu["table"])
 
 
+@pytest.mark.slow
 def test_copies_of_a_host_table(tmp_path):
     tx = js.adamw(0.1, **EXACT)
     tables = [js.HostTable((V, D), tx, init=1.0) for _ in range(3)]

@@ -227,6 +227,7 @@ def test_rows_thaw_as_in_a_dense_optimizer(name, kwargs, how):
         assert_close(now, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_thaw_in_a_resized_table():
     """There they go on as in the old one."""
     tx, back = make(js, "adamw", 0.1, EXACT[1][1]), np.arange(V)[::-1]

@@ -173,14 +173,8 @@ SAME = {
 }
 
 
-QUICK = ("host table", "freeze_rows, exact"), ("host table", "scale")
-QUICK += ("host table", "clip_by_block_rms"), ("host table", "in a partition")
-QUICK += (
-    ("exact_step there", "freeze_rows, exact"),
-    ("exchange", "freeze_rows"),
-    ("resize_rows", "freeze_rows, exact"),
-)
-QUICK += ("spread ids", "scale"), ("layers", "scale before"), ("views", "masked")
+QUICK = ("host table", "freeze_rows, exact"), ("host table", "clip_by_block_rms")
+QUICK += ("exchange", "freeze_rows"), ("spread ids", "scale"), ("views", "masked")
 CASES = [(way, name) for way in SAME for name in BY_ROW]
 #: The clocks of rows that two axes number want bools: below.
 CLOCKS = "freeze_rows, exact", "freeze_rows of a chain", "in a partition"
