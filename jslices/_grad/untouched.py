@@ -45,10 +45,12 @@ def read_update(
             _types(sizes, *x) for x in zip(leaves, tree.flatten_up_to(params), strict=True)
         ]
         grads, params = map(tree.unflatten, zip(*types, strict=True))
-        given = grads, jax.eval_shape(tx.init, params)
+        arguments = grads, jax.eval_shape(tx.init, params)
         update = functools.partial(tx.update, **extra_args)
-        program, results = jax.make_jaxpr(update, return_shape=True)(*given, params)
-        shapes = [jax.tree.map(lambda x: str(x.shape), each) for each in (given, results)]
+        program, results = jax.make_jaxpr(update, return_shape=True)(*arguments, params)
+        shapes = [
+            jax.tree.map(lambda x: str(x.shape), each) for each in (arguments, results)
+        ]
         if shapes[0] != shapes[1]:
             raise ValueError("updates or state come back in another structure")
         inputs: list[Any] = [x if _row_axes(x) else None for x in program.invars]

@@ -464,7 +464,7 @@ class HostTable(Journaled):
         """Takes their rows from some ids of a keyed table, if they have any.
 
         From all of them or, whatever kills the process, from none. Rows of the last
-        ``fetch`` can no longer be stored.
+        ``fetch`` can no longer be stored. ``ids`` are those that ``fetch`` takes.
 
         Raises:
           FailedPreconditionError: for a table without ``keyed``.

@@ -51,7 +51,7 @@ class IdMap:
     hits: jax.Array  #: int32 ``[S]``, how often it was seen; ``[0]`` if nobody asks.
     sightings: jax.Array  #: int32, counts of ids without a row, 32 a bucket; or ``[0]``.
     step: jax.Array  #: int32 ``[]``, calls of ``admit``.
-    name: str
+    name: str  #: this and what follows: see :func:`id_map`.
     policy: Policy
     shared: int
     after: int
@@ -75,6 +75,11 @@ class IdMap:
         Returns:
           ``(rows, found)``: int32 ``[*K]``, and bool ``[*K]``, which ids own theirs.
           The others share the last rows of the table; padding reads the first of these.
+
+        Raises:
+          TypeError: for ids that :func:`wide_ids` did not make.
+          InvalidArgumentError: for an ``exchange`` along an axis that the map's mesh does
+            not have, or on which devices have no whole buckets.
 
         Cost: reads ``16 K`` integers.
         """
@@ -122,6 +127,8 @@ class IdMap:
         self, ids: WideIds, *, exchange: Exchange | None = None
     ) -> tuple["IdMap", jax.Array]:
         """Takes their rows from some ids, if they have any.
+
+        Args, errors and cost are those of :meth:`find`, and K are written to each array.
 
         Returns:
           ``(map, rows)``: int32 ``[*K]``, the rows that are free now, each as often as

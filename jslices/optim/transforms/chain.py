@@ -78,7 +78,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             new.append(state)
         return grads, tuple(new)
 
-    known: set[Any] = set()  #: trees of gradients whose other rows they leave alone
+    harmless: set[Any] = set()  #: trees of gradients whose other rows they leave alone
 
     def run(
         name: str,
@@ -90,10 +90,10 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     ) -> tuple[PyTree, State]:
         """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
         check_links(state, len(links))
-        if last.catches_up and (tree := jax.tree.structure(grads)) not in known:
+        if last.catches_up and (tree := jax.tree.structure(grads)) not in harmless:
             if not all(read_update(tx, grads, params, extra_args)[1] for tx in before):
                 raise ValueError(MOVES_OTHER_ROWS)
-            known.add(tree)
+            harmless.add(tree)
         first = widening(in_turn, key[0] if key else None)
         grads, new = first(grads, state[:-1], params, **extra_args)
         result, part = getattr(last, name)(grads, state[-1], params, *key, **extra_args)
