@@ -97,6 +97,7 @@ from jslices.optim.transforms.per_example import (
     per_example_norms,
 )
 from jslices.optim.transforms.rows import mask_rows, project_rows
+from jslices.optim.transforms.train_step import train_step
 
 if _t.TYPE_CHECKING:
     from jslices import accumulators, checkpoint, testing, tf1
@@ -200,6 +201,7 @@ __all__ = [
     "spread_ids",
     "testing",
     "tf1",
+    "train_step",
     "tree",
     "value_and_grad",
     "vjp",

@@ -110,7 +110,7 @@ def loss(params, rows, labels):
 
 def keyed_step(tx):
     """Of a map, parameters and the state."""
-    run = js.optim.exact_step(loss, tx)
+    run = js.train_step(loss, tx)
 
     def step(ids, params, state, batch, labels):
         ids, out = ids.admit(batch)
@@ -195,7 +195,7 @@ TABLES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:exact_step got jslices.from_optax")
+@pytest.mark.filterwarnings("ignore:train_step got jslices.from_optax")
 @pytest.mark.parametrize(
     "name",
     [
@@ -209,7 +209,7 @@ def test_a_reset_row_begins_with_the_state_of_a_new_one(name):
     tx = TABLES[name]
     params = {"table": jnp.ones((6, 4)), "w": W}
     state = tx.init(params)
-    step = jax.jit(js.optim.exact_step(loss, tx))
+    step = jax.jit(js.train_step(loss, tx))
     for ids in ([0, 1, 5], [1, 2, 5]):
         params, state, _ = step(params, state, jnp.array(ids), jnp.arange(3.0))
     rows = {"table": jnp.array([5, -1, 1]), "w": None}  # fewer than columns

@@ -31,7 +31,7 @@ def trained(name):
     """Parameters and state after two steps, after a third, and then after flush."""
     tx = OPTIMIZERS[name]
     loss = lambda params, ids: (jnp.sin(params["table"][ids]) ** 3).sum()  # noqa: E731
-    step = fast_jit(js.optim.exact_step(loss, tx))
+    step = fast_jit(js.train_step(loss, tx))
     params = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), "f4")}
     now, seen = (params, tx.init(params)), []
     for ids in ([2, 7], [7, 9], LAST):

@@ -87,7 +87,7 @@ def test_extra_arguments_outside_of_jit():
 
 def test_exact_steps_hand_the_loss_over():
     tx = js.optim.chain(js.from_optax(PLATEAU), js.adam(0.1, untouched="exact"))
-    step = fast_jit(js.optim.exact_step(lambda params, ids: params[ids].sum(), tx))
+    step = fast_jit(js.train_step(lambda params, ids: params[ids].sum(), tx))
     _, state, value = step(PARAMS["table"], tx.init(PARAMS["table"]), np.array([1, 1]))
     assert state[0].best_value == value == 6.0
 
@@ -169,7 +169,7 @@ def warned(tx, step):
         warnings.simplefilter("always")
         for _ in range(2):
             jax.eval_shape(lambda *args: step(tx, *args), params, state, IDS)
-    assert all("exact_step(loss, tx)" in str(w.message) for w in caught)
+    assert all("train_step(loss, tx)" in str(w.message) for w in caught)
     return [w.filename for w in caught]
 
 
@@ -187,7 +187,7 @@ def by_hand(tx, params, state, ids):
 
 
 def by_exact_step(tx, params, state, ids):
-    return js.optim.exact_step(loss, tx)(params, state, ids)
+    return js.train_step(loss, tx)(params, state, ids)
 
 
 def flushing(tx, params, state, ids):

@@ -400,7 +400,7 @@ def test_an_exact_optimizer_after_adagrad_is_exact():
     def train(params):
         state, other, wanted = tx.init(params), params, theirs.init(params)
         for ids in np.array([[1, 5], [2, 1], [7, 7], [5, 0]]):
-            params, state, _ = js.optim.exact_step(loss, tx)(params, state, ids)
+            params, state, _ = js.train_step(loss, tx)(params, state, ids)
             grads = jax.grad(loss)(other, ids)
             updates, wanted = theirs.update(grads, wanted, other)
             other = optax.apply_updates(other, updates)
@@ -409,9 +409,9 @@ def test_an_exact_optimizer_after_adagrad_is_exact():
     assert_close(*train(PARAMS))
 
 
-def test_exact_step_says_that_what_is_lifted_is_lazy():
+def test_train_step_says_that_what_is_lifted_is_lazy():
     def step_of(tx):
-        step = js.optim.exact_step(lambda p, ids: (p["table"][ids] ** 2).sum(), tx)
+        step = js.train_step(lambda p, ids: (p["table"][ids] ** 2).sum(), tx)
         return jax.eval_shape(step, PARAMS, tx.init(PARAMS), np.array([1, 2]))
 
     lifted = js.from_optax(optax.adam(0.1))

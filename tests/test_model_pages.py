@@ -356,7 +356,7 @@ def test_state_of_boxed_parameters_names_the_axes_it_has(tx):
         numbers = specs.clock.last if tx.catches_up else numbers
         assert numbers["t"] == numbers["b"] == jax.P("x")
 
-    step = jax.jit(js.optim.exact_step(loss, tx))
+    step = jax.jit(js.train_step(loss, tx))
     new, new_state, _ = step(params, state, jnp.array([1, 3]))
     new, new_state = tx.flush(new, new_state)
     for x, y in ((new, params), (new_state, state)):

@@ -60,7 +60,7 @@ def check_goes_on(tx, params, state, batches, wanted, sparse=True):
 @functools.cache
 def compiled(tx, sparse=True):
     """A step of an optimizer, and its flush."""
-    step = js.optim.exact_step(loss, tx, sparse=None if sparse else False)
+    step = js.train_step(loss, tx, sparse=None if sparse else False)
     return fast_jit(step), fast_jit(tx.flush) if tx.catches_up else tx.flush
 
 
@@ -834,7 +834,7 @@ def test_the_page_with_torch_itself(sparse, tmp_path, monkeypatch):
         )
     found = run(here)
     params, state, tx = found["params"], found["state"], found["tx"]
-    step = fast_jit(js.optim.exact_step(loss, tx))
+    step = fast_jit(js.train_step(loss, tx))
     for batch in batches:
         params, state, _ = step(params, state, *batch)
     run(TO_TORCH_HERE, params=params, state=state, tx=tx)

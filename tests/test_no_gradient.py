@@ -169,7 +169,7 @@ def test_exact_ones_catch_up():
     tx = js.lion(0.1, weight_decay=0.1, untouched="exact")
     other = optax.lion(0.1, weight_decay=0.1)
     tasks = [TASK_A, TASK_A, TASK_B, TASK_A, TASK_B, stopped]
-    steps = {f: fast_jit(js.optim.exact_step(f, tx)) for f in set(tasks)}
+    steps = {f: fast_jit(js.train_step(f, tx)) for f in set(tasks)}
 
     @fast_jit
     def densely(params, state, choice):

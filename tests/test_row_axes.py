@@ -277,7 +277,7 @@ def test_exact_steps_are_those_of_optax(name, loss):
 
     @jax.jit
     def run(table):
-        once = in_turn(js.optim.exact_step(loss, tx), table, tx.init(table))
+        once = in_turn(js.train_step(loss, tx), table, tx.init(table))
         whole, _ = in_turn(densely, table, dense.init(table))
         return (
             tx.flush(*in_turn(with_catch_up, table, tx.init(table))),
@@ -361,7 +361,7 @@ def test_a_step_of_16_bits_is_rounded_stochastically():
 def test_no_array_of_the_size_of_the_tables_is_made(exact):
     table = jnp.ones((4, 20_000, 8))
     tx = js.adam(0.1, untouched="exact" if exact else "lazy")
-    step = js.optim.exact_step(scanned, tx)
+    step = js.train_step(scanned, tx)
 
     def lazily(table, state, ids):
         value, grads = js.value_and_grad(scanned)(table, ids)

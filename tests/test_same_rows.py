@@ -68,7 +68,7 @@ def loss(table, ids, look=lambda table, ids: table[ids]):
 def train(make, table=START, look=lambda table, ids: table[ids], of=lambda f: f, **how):
     """An array after steps by which it is looked up in some way."""
     tx = make(of)
-    step = js.optim.exact_step(functools.partial(loss, look=look), tx, **how)
+    step = js.train_step(functools.partial(loss, look=look), tx, **how)
     table = jnp.asarray(table)
     state = tx.init(table)
     for ids in map(jnp.asarray, BATCHES):
@@ -89,7 +89,7 @@ def on_a_host(make, by_exact_step=False):
     def step(rows, places):
         array, state = rows.unpack()
         if by_exact_step:
-            return rows.pack(*js.optim.exact_step(loss, tx)(array, state, places)[:2])
+            return rows.pack(*js.train_step(loss, tx)(array, state, places)[:2])
         grads = js.grad(loss)(array, places)
         return rows.pack(*tx.apply(grads, state, array))
 
@@ -141,7 +141,7 @@ def resized(make):
                 now, table, state, table, rows={"value": back}
             )
         ids = ids if number >= 2 else V - 1 - ids
-        table, state, _ = fast_jit(js.optim.exact_step(loss, now))(table, state, ids)
+        table, state, _ = fast_jit(js.train_step(loss, now))(table, state, ids)
     return now.flush(table, state)[0]
 
 

@@ -34,7 +34,7 @@ def lookup_ids(
       only looked up, the row numbers, int32 ``[K]`` in the order of the program, with
       duplicates and those out of range (no row is read); None for every other array.
       (``tx.catch_up`` needs True for one that is read whole, if another loss leaves it
-      without gradient: :func:`jslices.optim.exact_step` handles that.) With ``exchange``,
+      without gradient: :func:`jslices.train_step` handles that.) With ``exchange``,
       for an array that is split over devices, IndexedSlices without elements whose
       ``indices`` are on the devices that hold the rows. An array whose rows several axes
       number also gets IndexedSlices without elements.

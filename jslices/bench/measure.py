@@ -151,7 +151,7 @@ def compile_step(
 
     def step(params: Any, state: Any, ids: jax.Array, target: jax.Array) -> Any:
         if sizes.untouched == "exact":
-            step = js.optim.exact_step(loss, tx, exchange=exchange)
+            step = js.train_step(loss, tx, exchange=exchange)
             return step(params, state, ids, target)
         value, grads = value_and_grad(loss)(params, ids, target)
         updates, state = tx.update(grads, state, params)

@@ -7,9 +7,9 @@ import jax
 import keras
 
 from jslices import GradientTransformation
+from jslices import train_step as whole_step
 from jslices.extend import Params, PyTree, State
 from jslices.keras.optimizer import Optimizer
-from jslices.optim import exact_step
 
 
 def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
@@ -51,7 +51,7 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
       >>> history.history["loss"][-1] < 0.1
       True
 
-    Cost: of a step, that of :func:`jslices.optim.exact_step`; nothing depends on V. An
+    Cost: of a step, that of :func:`jslices.train_step`; nothing depends on V. An
     exact optimizer reads and writes the tables once whenever Keras hands the state over,
     and so in every call of ``train_on_batch``.
 
@@ -150,8 +150,8 @@ def train_step(
     catching_up = catch_up if optimizer.catches_up else None
     peeking = peek if optimizer.peeks else None
     tx = GradientTransformation(unused, unused, catching_up, apply=apply, peek=peeking)
-    whole_step = exact_step(loss, tx, has_aux=True, sparse=sparse)
-    params, optimizer_variables, _, aux = whole_step(
+    step = whole_step(loss, tx, has_aux=True, sparse=sparse)
+    params, optimizer_variables, _, aux = step(
         optimizer.by_path(trainable), optimizer_variables
     )
     unscaled_loss, y_pred, non_trainable, metrics = aux

@@ -24,7 +24,8 @@ read::
 
     params, state = tx.flush(params, state)  # before saving or evaluating
 
-``js.optim.exact_step(loss, tx)`` is this step; it reads the ids from the program.
+``js.train_step(loss, tx)`` is this step, of lazy optimizers too; it reads
+the ids from the program.
 
 ``ids`` must hold every row that gets a gradient in this step. An update of a row that has
 not caught up raises a ValueError that names the row, and under ``jit`` makes its parameters
@@ -80,7 +81,6 @@ from jslices.optim.transforms.clip import clip as clip
 from jslices.optim.transforms.clip import clip_by_block_rms as clip_by_block_rms
 from jslices.optim.transforms.clip import clip_global_norm as clip_global_norm
 from jslices.optim.transforms.clip import clip_row_norms as clip_row_norms
-from jslices.optim.transforms.exact_step import exact_step as exact_step
 from jslices.optim.transforms.freeze import freeze_rows as freeze_rows
 from jslices.optim.transforms.from_optax import from_optax as from_optax
 from jslices.optim.transforms.multi_steps import MultiStepsState as MultiStepsState
@@ -93,6 +93,7 @@ from jslices.optim.transforms.partition import partition as partition
 from jslices.optim.transforms.rows import combine_duplicates as combine_duplicates
 from jslices.optim.transforms.scale import scale as scale
 from jslices.optim.transforms.state_dtype import with_state_dtype as with_state_dtype
+from jslices.optim.transforms.train_step import train_step as exact_step  # noqa: F401
 
 
 def __getattr__(name: str) -> _Any:

@@ -124,7 +124,7 @@ def stale_warning() -> None:
     warn_at_line(
         'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
         "is traced, and no row has caught up before: a row that misses a step becomes NaN "
-        "in the next that reads it. Type step = jax.jit(js.optim.exact_step(loss, tx)), "
+        "in the next that reads it. Type step = jax.jit(js.train_step(loss, tx)), "
         "or, before the gradient is taken, params, state = tx.catch_up(params, state, ids)",
         category=UserWarning,
     )

@@ -241,7 +241,7 @@ class GradientTransformation:
         For a gradient that is taken at these rows instead of those of the table. The step
         that follows does the missed steps of its rows itself if it is told so:
         ``tx.apply(grads, state, params, peeked=True)``, or bools that mirror ``params``.
-        Rows are then read and written once. :func:`jslices.optim.exact_step` does both.
+        Rows are then read and written once. :func:`jslices.train_step` does both.
 
         Args:
           params: the parameters.

@@ -26,7 +26,7 @@ MIXES = (
     "the step, or give it dense gradients (sparse=False)"
 )
 LIFTED_IS_LAZY = (
-    "exact_step got jslices.from_optax(...), which is lazy: rows wait in steps that do not "
+    "train_step got jslices.from_optax(...), which is lazy: rows wait in steps that do not "
     "read them, and make up for none. Type an optimizer of jslices with "
     'untouched="exact"; or, for lazy steps, value_and_grad and tx.apply'
 )

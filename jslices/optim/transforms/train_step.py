@@ -1,4 +1,4 @@
-"""A whole training step, whose loss reads rows after the steps that they missed."""
+"""A whole training step: the rows that a loss reads, its gradient, and the optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jslices import tree
 from jslices._grad.api import differentiated
 from jslices._grad.call import (
     ExchangeSpec,
@@ -21,11 +22,11 @@ from jslices._place.boundary import mesh_of, platform_at_hand
 from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
-from jslices.optim.engine.protocol import CONJUGATE, GradientTransformation
+from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
 
 
-def exact_step(
+def train_step(
     fun: Callable[..., Any],
     tx: GradientTransformation,
     has_aux: bool = False,
@@ -33,16 +34,17 @@ def exact_step(
     sparse: SparseSpec = None,
     exchange: ExchangeSpec = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """The training step of a loss: peek at the rows that it reads, gradient, apply.
+    """The training step of a loss: its value and gradient, and the optimizer's step.
 
-    ``untouched="exact"`` wants a loss to read rows after the steps that they missed.
-    Here the program itself tells which they are, so that nothing has to be kept in step by
-    hand. Other optimizers have nothing to make up for, and do their plain step.
+    What ``value_and_grad`` and ``tx.apply`` are in two calls. Under
+    ``untouched="exact"`` the loss is that of rows which have made up for the steps that
+    they missed: the program itself tells which it reads, so that no ids are passed by hand.
+    Lazy optimizers have nothing to make up for.
 
     Args:
       fun: a function of the parameters and what else :func:`jslices.value_and_grad` takes,
         with a scalar result, or ``(result, aux)``.
-      tx: the optimizer.
+      tx: an optimizer of jslices, also one in ``jslices.optim.chain`` or the like.
       has_aux: whether ``fun`` returns ``(result, aux)``.
       sparse: as in :func:`jslices.value_and_grad`.
       exchange: likewise.
@@ -50,29 +52,32 @@ def exact_step(
     Returns:
       A pure function ``step(params, state, *args) -> (params, state, value)``, or
       ``(params, state, value, aux)``: the parameters and the state of ``tx`` after a step,
-      shapes and dtypes as they came, and what ``fun(params, *args)`` returned before it,
-      with all its rows up to date. Of a table ``[V, *D]`` that is only looked up, the rows
-      that the call reads are read, and written once, duplicates together, out-of-range ids
-      not at all; other rows stay, and go on missing steps: ``tx.flush(params, state)``
-      before parameters are saved or evaluated. An array that the call uses as a
-      whole, or behind ``stop_gradient``, catches up as a whole; one that it does not use
-      stays, and misses the step. To be jitted by the caller, in place with
-      ``donate_argnums=(0, 1)``, and to be scanned.
+      shapes and dtypes as they came, and what ``fun(params, *args)`` returned before it.
+      Of a table ``[V, *D]`` that is only looked up, the rows that the call reads are
+      written, duplicates together, out-of-range ids not at all. To be jitted by the
+      caller, in place with ``donate_argnums=(0, 1)``, and to be scanned.
+
+      Untouched rows: lazy ones wait. Exact ones go on missing steps, so type
+      ``params, state = tx.flush(params, state)`` before parameters are saved or evaluated;
+      an array that the call uses as a whole, or behind ``stop_gradient``, catches up as a
+      whole, and one that it does not use misses the step.
 
     Raises:
-      ValueError: if the rows that are read depend on the values of the table itself, with
-        the line that reads them; only ``tx.flush`` before every step can serve that.
+      ValueError: under an exact optimizer, if the rows that are read depend on the values
+        of the table itself, with the line that reads them; only ``tx.flush`` before every
+        step can serve that.
       TypeError: for what is no optimizer of jslices. Otherwise as
         :func:`jslices.value_and_grad`, and nothing has changed then.
 
-    ``tx`` gets the value as well, as ``optax.contrib.reduce_on_plateau`` wants it.
+    ``tx`` gets the value as well, as ``optax.contrib.reduce_on_plateau`` wants it. Complex
+    parameters go downhill: JAX's gradients by them are conjugated.
 
-    Cost: a lazy step, which also reads ``K * D`` elements of the table and of its state
-    before the loss (:meth:`GradientTransformation.peek`); a TPU reads each row once. Rows
-    catch up before, and are written twice, where a step is a pass over the table,
-    on a mesh, outside of ``jit``, and by optimizers that cannot peek. ``fun`` is traced
-    once. An array that catches up as a whole is read and written if any of its rows is
-    behind.
+    Cost: a gradient and a step of the rows that are read; ``fun`` is traced once. An exact
+    optimizer also reads ``K * D`` elements of the table and of its state before the loss
+    (:meth:`GradientTransformation.peek`); a TPU reads each row once. Rows catch up before,
+    and are written twice, where a step is a pass over the table, on a mesh, outside of
+    ``jit``, and by optimizers that cannot peek. An array that catches up as a whole is read
+    and written if any of its rows is behind.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -80,7 +85,7 @@ def exact_step(
       ...     return ((params["table"][ids] @ params["w"]) ** 2).sum()
       >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
       >>> tx = js.adam(0.1, untouched="exact")
-      >>> step = jax.jit(js.optim.exact_step(loss, tx), donate_argnums=(0, 1))
+      >>> step = jax.jit(js.train_step(loss, tx), donate_argnums=(0, 1))
       >>> state = tx.init(params)
       >>> for ids in jnp.array([[3, 8, 3], [0, 8, 1], [3, 2, 2]]):
       ...     params, state, value = step(params, state, ids)
@@ -88,12 +93,12 @@ def exact_step(
       >>> (100 * params["table"][:, 0]).round().astype(int)
       Array([ 87,  87,  94,  77, 100, 100, 100, 100,  73], dtype=int32)
 
-    Source: ours; elsewhere ids are passed by hand.
+    Source: ours; elsewhere the ids of an exact step are passed by hand.
     """
     check_callable(fun)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(
-            f"exact_step wants an optimizer of jslices, got {tx!r}; type "
+            f"train_step wants an optimizer of jslices, got {tx!r}; type "
             "jslices.optim.chain for optax.chain, jslices.from_optax(tx) for others"
         )
 
@@ -101,7 +106,7 @@ def exact_step(
     if catches_up and not peeks:
         hint_once(
             "peek",
-            "exact_step got an optimizer without peek: its rows are written when they "
+            "train_step got an optimizer without peek: its rows are written when they "
             "catch up, and again by the step. Type GradientTransformation(init, update, "
             "catch_up, flush, apply=tx.apply, peek=tx.peek) where it is put together",
         )
@@ -109,13 +114,6 @@ def exact_step(
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = UserCall(fun, 0, (params, *args), kwargs, has_aux)
         check_inputs(call, holomorphic=False, allow_int=False)
-        for name, x in zip(call.leaf_names, call.primals, strict=True):
-            if jnp.iscomplexobj(x):
-                raise TypeError(
-                    f"exact_step differentiates no complex numbers, got {name}: "
-                    f"{CONJUGATE} tx.apply(grads, state, params), after tx.catch_up and "
-                    "jslices.grad"
-                )
         planned = plan_call(call, sparse, exchange)
         taken: dict[int, jax.Array] = {}
         peeked: dict[str, PyTree] = {}
@@ -141,6 +139,8 @@ def exact_step(
                 taken = {i: x for i, x in enumerate(leaves) if x is not None}
                 (peeked["peeked"],) = call.tree.unflatten(aside)
         value, aux, (grads,) = differentiated(call, planned, taken=taken)
+        if any(map(jnp.iscomplexobj, call.primals)):
+            grads = tree.map(lambda g: g.conj(), grads)
         params, state = tx.apply(grads, state, params, value=value, exact=True, **peeked)
         return (params, state, value, aux) if has_aux else (params, state, value)
 

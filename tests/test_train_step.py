@@ -71,7 +71,7 @@ def trained_densely():
 @pytest.mark.parametrize("tx", [EXACT, LAZY], ids=["exact", "lazy"])
 def test_is_the_calls_by_hand(tx):
     """To the bit, but that a row moves once where by hand it catches up and then steps."""
-    step = jax.jit(js.optim.exact_step(loss, tx), donate_argnums=(0, 1))
+    step = jax.jit(js.train_step(loss, tx), donate_argnums=(0, 1))
     hand = jax.jit(functools.partial(by_hand, loss, tx), donate_argnums=(0, 1))
     mine, other = copied((PARAMS, tx.init(PARAMS))), copied((PARAMS, tx.init(PARAMS)))
     for batch in zip(IDS[:6], LABELS, strict=False):
@@ -82,7 +82,7 @@ def test_is_the_calls_by_hand(tx):
 
 
 def test_scanned_it_equals_dense_optax():
-    step = js.optim.exact_step(with_aux, EXACT, has_aux=True)
+    step = js.train_step(with_aux, EXACT, has_aux=True)
 
     def scanned(carry, batch):
         params, state, value, aux = step(*carry, *batch)
@@ -108,7 +108,7 @@ def test_traces_the_loss_once():
         calls.append(1)
         return loss(params, ids, labels)
 
-    step = js.optim.exact_step(counted, EXACT)
+    step = js.train_step(counted, EXACT)
     jax.make_jaxpr(step)(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])
     assert len(calls) == 1
 
@@ -124,7 +124,7 @@ def test_traces_what_missed_steps_do_once_for_each_shape():
     params = {"table": jax.ShapeDtypeStruct((60_000, 64), jnp.float32)}
     ids = jax.ShapeDtypeStruct((9_000,), jnp.int32)
     state = jax.eval_shape(tx.init, params)
-    step = js.optim.exact_step(lambda params, ids: params["table"][ids].sum(), tx)
+    step = js.train_step(lambda params, ids: params["table"][ids].sum(), tx)
     calls.clear()
     jax.make_jaxpr(step)(params, state, ids)
     # All rows that are named and a chunk of them; the rest is the table of missed steps.
@@ -136,7 +136,7 @@ def test_rows_are_numbered_once():
     table, ids = jnp.ones((50_000, 16)), jnp.arange(300)
 
     def loops(tx):
-        step = js.optim.exact_step(lambda table, ids: (table[ids] ** 2).sum(), tx)
+        step = js.train_step(lambda table, ids: (table[ids] ** 2).sum(), tx)
         step = as_users(step, donate_argnums=(0, 1))
         return step.lower(table, tx.init(table), ids).compile().as_text().count(" while(")
 
@@ -169,7 +169,7 @@ def test_a_pass_over_the_table_between_steps_of_few_rows(name, options, layers):
         updates, state = truth.update(2 * counts[..., None] * table, state, table)
         return optax.apply_updates(table, updates), state
 
-    step = fast_jit(js.optim.exact_step(of_each_layer, tx))
+    step = fast_jit(js.train_step(of_each_layer, tx))
     rows = ENOUGH // layers
     table = RNG.normal(size=(layers, rows, D)).astype(np.float32)
     many = (RNG.zipf(1.3, size=(layers, rows)) % rows).astype(np.int32)
@@ -198,7 +198,7 @@ def squares(table, ids):
 def test_a_pass_over_the_table_does_no_more_than_missed_steps(untouched, decays):
     """Where rows do not decay, or do not move, in the steps that they miss."""
     tx = js.adamw(0.1, weight_decay=0.1, untouched=untouched, weight_decay_mode=decays)
-    by_step = fast_jit(js.optim.exact_step(squares, tx))
+    by_step = fast_jit(js.train_step(squares, tx))
 
     @fast_jit
     def by_hand(table, state, ids):
@@ -215,7 +215,7 @@ def test_a_pass_over_the_table_does_no_more_than_missed_steps(untouched, decays)
 
 
 def test_without_jit_and_with_keywords():
-    step = js.optim.exact_step(loss, EXACT)
+    step = js.train_step(loss, EXACT)
     params, state = PARAMS, EXACT.init(PARAMS)
     for ids, labels in zip(IDS[:3], LABELS, strict=False):
         params, state, value = step(params, state, ids, labels=labels)
@@ -224,7 +224,7 @@ def test_without_jit_and_with_keywords():
 
 def test_a_loss_of_the_parameters_alone():
     step = jax.jit(
-        js.optim.exact_step(lambda p: p["a"][:2].sum() * p["w"][0], EXACT),
+        js.train_step(lambda p: p["a"][:2].sum() * p["w"][0], EXACT),
         donate_argnums=(0, 1),
     )
     params, _, value = step(copied(PARAMS), EXACT.init(PARAMS))
@@ -242,7 +242,7 @@ def test_two_losses_take_turns():
     ]
     params = wanted = PARAMS
     state, truth = EXACT.init(PARAMS), OPTAX.init(PARAMS)
-    steps = [fast_jit(js.optim.exact_step(each, EXACT)) for each in losses]
+    steps = [fast_jit(js.train_step(each, EXACT)) for each in losses]
 
     def dense_step(loss):
         def step(params, state, ids, labels):
@@ -283,7 +283,7 @@ def test_what_row_numbers_follow_from_catches_up_first(platform):
         return fast_jit(step)
 
     with compiling_for(platform):
-        steps = [fast_jit(optim.exact_step(loss, STEER)) for loss in losses]
+        steps = [fast_jit(js.train_step(loss, STEER)) for loss in losses]
         turns = [0, 1, 1, 2, 2]
         ahead = []
         for n, batch in zip(turns, zip(IDS % 20, LABELS, strict=True), strict=False):
@@ -311,7 +311,7 @@ def test_rows_that_no_gradient_comes_into_catch_up_too():
         return (optax.apply_updates(params, updates), state), (value, aux)
 
     def exact_step(carry, batch):
-        *carry, value, aux = js.optim.exact_step(loss, EXACT, has_aux=True)(*carry, *batch)
+        *carry, value, aux = js.train_step(loss, EXACT, has_aux=True)(*carry, *batch)
         return tuple(carry), (value, aux)
 
     @fast_jit
@@ -323,7 +323,7 @@ def test_rows_that_no_gradient_comes_into_catch_up_too():
 
 
 def test_small_tables_may_be_dense_in_some_batches():
-    step = js.optim.exact_step(loss, EXACT, sparse="if_smaller")
+    step = js.train_step(loss, EXACT, sparse="if_smaller")
     compiled, params, state = fast_jit(step), PARAMS, EXACT.init(PARAMS)
     wide = np.tile(np.arange(V), 2)
     for ids in (IDS[0], wide, IDS[1], wide):
@@ -364,7 +364,7 @@ HELD = {
 def test_rows_are_written_once(name, platform):
     """The table's and its state's, whatever stands around the optimizer."""
     tx, writes = HELD[name]
-    step = as_users(optim.exact_step(of_one_table, tx), donate_argnums=(0, 1))
+    step = as_users(js.train_step(of_one_table, tx), donate_argnums=(0, 1))
     params = {name: PARAMS[name] for name in ("a", "w")}
     mine, other = copied((params, tx.init(params))), (params, tx.init(params))
     with compiling_for(platform):
@@ -387,7 +387,7 @@ def test_an_exact_optimizer_beside_a_lazy_one(name):
         "after another": optim.chain(js.sgd(0.5), EXACT),
     }[name]
     mine = other = PARAMS, tx.init(PARAMS)
-    step = fast_jit(optim.exact_step(loss, tx))
+    step = fast_jit(js.train_step(loss, tx))
     hand = fast_jit(functools.partial(by_hand, loss, tx))
     for batch in zip(IDS[:4], LABELS, strict=False):
         mine, other = step(*mine, *batch)[:2], hand(*other, *batch)[:2]
@@ -419,7 +419,7 @@ def as_on(platform, name, options, rate):
 
     def run(rate):
         tx = getattr(js, name)(rate, **options, untouched="exact")
-        step = js.optim.exact_step(reads_of_all_kinds, tx)
+        step = js.train_step(reads_of_all_kinds, tx)
 
         def body(carry, ids):
             *carry, value = step(*carry, ids)
@@ -465,7 +465,7 @@ def test_the_state_of_any_optimizer_catches_up_in_the_step():
             options = {"learning_rate": 0.1, "untouched": "exact", **options}
             tx = getattr(js, name)(**options)
             start = PARAMS["b"], tx.init(PARAMS["b"])
-            for step in (optim.exact_step(one_table, tx), functools.partial(hand, tx)):
+            for step in (js.train_step(one_table, tx), functools.partial(hand, tx)):
                 body = lambda x, ids: (step(*x, ids)[:2], None)  # noqa: E731, B023
                 results.append(jax.lax.scan(body, start, ids)[0])
         return results
@@ -493,7 +493,7 @@ def test_on_a_mesh(kind):
         return jnp.mean((rows @ params["w"] - labels) ** 2)
 
     def run(params, ids, labels, **options):
-        step = js.optim.exact_step(loss, EXACT, **options)
+        step = js.train_step(loss, EXACT, **options)
 
         def scanned(carry, batch):
             *carry, value = step(*carry, *batch)
@@ -518,7 +518,7 @@ def test_in_a_shard_map_with_tables_of_each_devices_own():
         pytest.skip("needs eight devices")
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     tables, ids = np.stack([PARAMS["a"] + i for i in range(8)]), IDS[:8]
-    step = optim.exact_step(squares, EXACT)
+    step = js.train_step(squares, EXACT)
 
     def steps(table, ids):
         state = jax.tree.map(lambda x: x + 0 * ids[0], EXACT.init(table))
@@ -536,12 +536,12 @@ def test_is_in_place():
     V = 200_000
     params = {"a": jnp.ones((V, D)), "b": jnp.ones((V, 1)), "w": jnp.ones(D)}
     adam = js.adam(0.03, untouched="exact")
-    step = js.optim.exact_step(loss, adam)
+    step = js.train_step(loss, adam)
     args = params, adam.init(params), IDS[0], LABELS[0]
     js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))
     table = jnp.ones((5000, 64))  # all rows do the step
     args = table, EXACT.init(table), jnp.zeros(5000, jnp.int32)
-    step = js.optim.exact_step(squares, EXACT)
+    step = js.train_step(squares, EXACT)
     js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))
 
 
@@ -550,23 +550,42 @@ def test_refuses_ids_that_follow_from_the_table():
         following = params["a"][ids, 0].astype(jnp.int32)
         return params["a"][following].sum()
 
-    step = js.optim.exact_step(walk, EXACT)
-    with pytest.raises(ValueError, match=r"params\['a'\].*test_exact_step.py:\d+ .*flush"):
+    step = js.train_step(walk, EXACT)
+    with pytest.raises(ValueError, match=r"params\['a'\].*test_train_step.py:\d+ .*flush"):
         step(PARAMS, EXACT.init(PARAMS), IDS[0])
     # Nothing has to be known of rows before a lazy step.
-    fast_jit(js.optim.exact_step(walk, LAZY))(PARAMS, LAZY.init(PARAMS), IDS[0])
+    fast_jit(js.train_step(walk, LAZY))(PARAMS, LAZY.init(PARAMS), IDS[0])
+
+
+@pytest.mark.parametrize("tx", [EXACT, LAZY], ids=["exact", "lazy"])
+def test_complex_parameters_go_downhill(tx):
+    """As those of a dense program that conjugates its gradients."""
+    target = jnp.exp(1j * jnp.arange(V))
+    start = {"a": jnp.zeros((V, 2), complex), "w": jnp.ones(2, complex)}
+
+    def loss(params, ids):
+        return (abs(params["a"][ids] @ params["w"] - target[ids]) ** 2).mean()
+
+    def dense_step(params, state, ids):
+        value, grads = jax.value_and_grad(loss)(params, ids)
+        updates, state = OPTAX.update(jax.tree.map(jnp.conj, grads), state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    step, dense_step = fast_jit(js.train_step(loss, tx)), fast_jit(dense_step)
+    mine, truth = (start, tx.init(start)), (start, OPTAX.init(start))
+    for ids in IDS[:6] if tx is EXACT else [np.arange(V)] * 6:
+        *mine, value = step(*mine, ids)
+        *truth, wanted = dense_step(*truth, ids)
+        np.testing.assert_allclose(value, wanted, rtol=1e-4)
+    assert_close(tx.flush(*mine)[0], truth[0], rtol=1e-4, atol=1e-5)
 
 
 def test_refuses_what_is_no_loss_and_no_optimizer():
-    waves = {"a": jnp.ones((3, 2), complex)}
-    with pytest.raises(TypeError, match=r"no complex numbers, got p\['a'\]: .*g\.conj\(\)"):
-        tx = js.adam(0.1, untouched="exact")
-        js.optim.exact_step(lambda p: abs(p["a"].sum()), tx)(waves, tx.init(waves))
     with pytest.raises(TypeError, match="expected a function"):
-        js.optim.exact_step(3, EXACT)
+        js.train_step(3, EXACT)
     with pytest.raises(TypeError, match=r"js?lices\.from_optax"):
-        js.optim.exact_step(loss, optax.adam(0.1))
-    step = js.optim.exact_step(lambda p, i, y: p["a"][i], EXACT)
+        js.train_step(loss, optax.adam(0.1))
+    step = js.train_step(lambda p, i, y: p["a"][i], EXACT)
     with pytest.raises(TypeError, match="must return a scalar"):
         step(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])
 
@@ -581,8 +600,8 @@ def test_an_own_optimizer_gets_the_ids_that_lookup_ids_gives():
     own = js.GradientTransformation(tx.init, tx.update, catch_up, tx.flush)
     table, ids = np.ones((5, 2), np.float32), np.array([1, 3])
     with pytest.warns(optim.PerformanceHint, match="without peek: .*peek=tx.peek"):
-        step = fast_jit(js.optim.exact_step(squares, own))
-    ours = fast_jit(js.optim.exact_step(squares, tx))
+        step = fast_jit(js.train_step(squares, own))
+    ours = fast_jit(js.train_step(squares, tx))
     new, expected = step(table, tx.init(table), ids), ours(table, tx.init(table), ids)
     assert [x.shape for x in seen] == [(2,)] and seen[0].dtype == jnp.int32
     assert_close(new[0], expected[0])
