@@ -51,7 +51,7 @@ def test_figures(report):
     )
     assert table.rows == 400 and table.sparse_bytes == 400 * (128 * 4 + 4)
     assert table.dense_bytes == 10**9 * 128 * 4
-    assert table.adam_bytes == 400 * 128 * 4 * 6
+    assert table.step_bytes == 400 * 128 * 4 * 6
     assert [(site.line.file, site.line.line, site.rows) for site in table.lookups] == [
         (__file__, LINE + 2, 400)
     ]
@@ -186,3 +186,24 @@ def test_an_optimizer_says_how_it_steps_each_array():
             assert (table.step.way, table.step.entries, w.step) == (way, count, None)
             assert f"stepped: {count:,} entries" in str(report)
     assert js.explain(loss)(params, ids).leaves[0].step is None
+
+
+APART = js.optim.partition({0: js.sgd(0.1), 1: js.adam(0.1)}, {"t": 1, "w": 0})
+
+
+@pytest.mark.parametrize(
+    ["name", "tx", "row", "weights"],  # numbers of a row of 64, and of 64 weights
+    [
+        ("sgd", js.sgd(0.1), 64, 64),
+        ("rowwise_adagrad", js.rowwise_adagrad(0.1), 65, 128),
+        ("adam", js.adam(0.1, untouched="exact"), 193, 256),
+        ("chain", js.optim.chain(js.optim.clip(1.0), js.lion(0.1)), 128, 128),
+        ("partition", APART, 192, 64),
+    ],
+)
+def test_the_bytes_that_an_optimizer_moves(name, tx, row, weights):
+    params, ids = {"t": S((10**6, 64), F32), "w": S((64,), F32)}, S((100,), jnp.int32)
+    loss = lambda params, ids: (params["t"][ids] @ params["w"]).sum()  # noqa: E731
+    report = js.explain(loss, optimizer=tx)(params, ids)
+    assert [x.step_bytes for x in report.leaves] == [8 * 100 * row, 8 * weights]
+    assert str(report).splitlines()[0].endswith(f"{name} moves")

@@ -124,7 +124,7 @@ def test_explain_says_so():
     tx = js.adam(0.1)
     report = js.explain(TASK_A, optimizer=tx)(PARAMS, IDS)
     (leaf,) = (leaf for leaf in report.leaves if leaf.path == "p['b']")
-    assert (leaf.kind, leaf.sparse_bytes, leaf.adam_bytes) == ("unused", 0, 0)
+    assert (leaf.kind, leaf.sparse_bytes, leaf.step_bytes) == ("unused", 0, 0)
     assert leaf.step is None
     assert "p['b']:\n  no gradient comes in: no rows, not stepped" in str(report)
 

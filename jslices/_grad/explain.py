@@ -55,8 +55,8 @@ class LeafReport(NamedTuple):
       rows: K, the rows read in one run, duplicates counted.
       sparse_bytes: of a gradient of these rows and their int32 indices.
       dense_bytes: of a gradient ``[V, *D]``.
-      adam_bytes: read and written by one step of Adam, given this gradient: K rows, or
-        all, of the parameter and two arrays of state.
+      step_bytes: read and written by one step of ``optimizer``, given this gradient: K
+        rows, or all, of the parameter and of its state; without one by a step of Adam.
       dense_line: the first line that needs the whole array; None where nothing does.
       dense_use: the name of the operation on that line.
       suggestion: what to write there instead.
@@ -76,7 +76,7 @@ class LeafReport(NamedTuple):
     rows: int
     sparse_bytes: int
     dense_bytes: int
-    adam_bytes: int
+    step_bytes: int
     dense_line: UserLine | None
     dense_use: str | None
     suggestion: str | None
@@ -91,9 +91,11 @@ class Explanation(NamedTuple):
 
     Attributes:
       leaves: a :class:`LeafReport` for every differentiated array, in order.
+      optimizer: the name of that whose step is counted.
     """
 
     leaves: tuple[LeafReport, ...]
+    optimizer: str = "Adam"
 
     @property
     def sparse_bytes(self) -> int:
@@ -111,8 +113,8 @@ class Explanation(NamedTuple):
         return str(self)  # as a notebook shows it
 
     def __str__(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        rows = [self._header, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         # The names get what the other columns leave of a hundred.
         widths[1] = min(widths[1], 26)
         widths[0] = min(widths[0], 100 - sum(widths[1:]) - 2 * (len(widths) - 1))
@@ -132,6 +134,11 @@ class Explanation(NamedTuple):
             lines.extend(_notes(leaf))
         return "\n".join(lines)
 
+    @property
+    def _header(self) -> tuple[str, ...]:
+        columns = ("array", "shape", "gradient", "rows", "sparse", "dense")
+        return (*columns, f"{self.optimizer} moves")
+
     def _shown(self) -> list[LeafReport]:
         """The arrays that get a line each: one line serves all weights beside tables."""
         tables = [leaf for leaf in self.leaves if leaf.lookups]
@@ -145,14 +152,15 @@ class Explanation(NamedTuple):
         rows = [_cells(leaf) for leaf in shown]
         others = [leaf for leaf in self.leaves if leaf not in shown]
         if others:
-            sizes = (sum(x.dense_bytes for x in others), sum(x.adam_bytes for x in others))
+            sizes = (sum(x.dense_bytes for x in others), sum(x.step_bytes for x in others))
             name = f"{len(others)} without lookups"
             rows.append((name, "", "dense", "-", "-", *map(human_bytes, sizes)))
         return rows
 
     def to_markdown(self) -> str:
         """The same as a Markdown table and a list."""
-        rows = [_HEADER, ("---",) * len(_HEADER), *self._rows()]
+        header = self._header
+        rows = [header, ("---",) * len(header), *self._rows()]
         lines = ["| " + " | ".join(row) + " |" for row in rows]
         notes = [note for leaf in self._shown() for note in _notes(leaf, 10_000)]
         items = [f"  - {n[2:]}" if n.startswith("  ") else f"- `{n[:-1]}`" for n in notes]
@@ -181,8 +189,8 @@ def explain(
       argnums: as in :func:`value_and_grad`.
       sparse: as in :func:`value_and_grad`; a violation is reported, not raised.
       has_aux: as in :func:`value_and_grad`.
-      optimizer: a :class:`jslices.GradientTransformation`; the report then says how it
-        steps each sparse array on the default device.
+      optimizer: a :class:`jslices.GradientTransformation`; the report then has the bytes
+        that its step moves, and how it steps each sparse array on the default device.
       exchange: as in :func:`value_and_grad`; the report then has the bytes that each device
         receives by either plan, and, for ids with values, how full the fullest pair of
         devices is, and how many ids have no room.
@@ -213,16 +221,18 @@ def explain(
         leaves = [_leaf_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]
         for n, report in exchange_reports(planned, call).items():
             leaves[n] = leaves[n]._replace(exchange=report)
-        if optimizer is not None:
-            steps = _step_plans(optimizer, call, leaves)
-            leaves = [x._replace(step=s) for x, s in zip(leaves, steps, strict=True)]
-        return Explanation(tuple(leaves))
+        if optimizer is None:
+            return Explanation(tuple(leaves))
+        leaves = _stepped(optimizer, call, leaves)
+        return Explanation(tuple(leaves), str(optimizer).partition("(")[0])
 
     return explain_fun
 
 
-def _step_plans(optimizer: Any, call: UserCall, leaves: Sequence[LeafReport]) -> list[Any]:
-    """The optimizer's plan for each leaf; None for a gradient that is not sparse."""
+def _stepped(
+    optimizer: Any, call: UserCall, leaves: Sequence[LeafReport]
+) -> list[LeafReport]:
+    """The reports, with the optimizer's plan for each sparse leaf and what it moves."""
 
     def gradient(leaf: LeafReport) -> Any:
         if leaf.kind == "dense":
@@ -232,7 +242,32 @@ def _step_plans(optimizer: Any, call: UserCall, leaves: Sequence[LeafReport]) ->
 
     grads = jax.eval_shape(lambda: call.mirror(map(gradient, leaves)))
     params = call.mirror(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return jax.tree.leaves(optimizer.plan(grads, params), is_leaf=lambda x: x is None)
+    plans = jax.tree.leaves(optimizer.plan(grads, params), is_leaf=lambda x: x is None)
+    state, tree = jax.eval_shape(optimizer.init, params), jax.tree.structure(params)
+
+    def parts(x: Any) -> list[Any]:
+        """For each parameter its part of a tree that mirrors them, or nothing."""
+        try:
+            return list(tree.flatten_up_to(x))
+        except ValueError:
+            return []
+
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: bool(parts(x)))
+    columns = zip(*filter(None, map(parts, nodes)), strict=True)
+    of_leaves = [jax.tree.leaves(x) for x in columns] or [[]] * len(leaves)
+    return [
+        leaf._replace(step=plan, step_bytes=_bytes_of_step(leaf, arrays))
+        for leaf, plan, arrays in zip(leaves, plans, of_leaves, strict=True)
+    ]
+
+
+def _bytes_of_step(leaf: LeafReport, state: Sequence[Any]) -> int:
+    """Read and written by a step with these state arrays; by rows if there are some."""
+    if leaf.kind == "sparse":
+        rows = leaf.shape[: leaf.row_axes]
+        state = [x for x in state if x.shape[: len(rows)] == rows]
+    whole = leaf.dense_bytes + sum(x.size * x.dtype.itemsize for x in state)
+    return leaf.step_bytes * whole // max(1, _ADAM_ARRAYS * leaf.dense_bytes)
 
 
 def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
@@ -252,7 +287,7 @@ def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
         rows=rows,
         sparse_bytes=planned.bytes_of_rows(number),
         dense_bytes=dense_bytes,
-        adam_bytes=0 if kind == "unused" else 2 * _ADAM_ARRAYS * moved,
+        step_bytes=0 if kind == "unused" else 2 * _ADAM_ARRAYS * moved,
         dense_line=None if use is None else _line_of(use),
         dense_use=None if use is None else use.what,
         suggestion=None if use is None else instead_of(use),
@@ -386,8 +421,6 @@ def instead_of(use: DenseUse) -> str:
 
 # --- layout ------------------------------------------------------------------------
 
-_HEADER = ("array", "shape", "gradient", "rows", "sparse", "dense", "Adam moves")
-
 
 def _cells(leaf: LeafReport) -> tuple[str, ...]:
     looked_up = bool(leaf.lookups)
@@ -398,7 +431,7 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
         f"{leaf.rows:,}" if looked_up else "-",
         human_bytes(leaf.sparse_bytes) if looked_up else "-",
         human_bytes(leaf.dense_bytes),
-        human_bytes(leaf.adam_bytes),
+        human_bytes(leaf.step_bytes),
     )
 
 
