@@ -300,7 +300,9 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
         missed = steps.missed(count, run, tables, done, snapshot)
         numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
         missed = numbers._replace(steps=missed.steps)
-        missed = jax.tree.map(lambda x: x.reshape(column.shape), missed)
+        missed = jax.tree.map(
+            lambda x: x.reshape(*x.shape[: x.ndim - last.ndim], *column.shape), missed
+        )
         move, *new = steps.advance(missed, p, *arrays)
         # A row that missed nothing stays as it is, to the bit.
         move = access.where_rows(late & (done == last), move, jnp.array(-0.0, move.dtype))
