@@ -265,7 +265,7 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
         return _caught_up(kernel, old)[0]
     axes = behind.row_axes
     num_rows = access.rows_numbered(old[0].shape, axes)
-    if boundary.platform_at_hand() == "tpu":
+    if boundary.platform_of(*old) == "tpu":
         # It reads each row once, as the step does that follows.
         indices, numbers = number_by_runs(behind.indices, num_rows)
     else:

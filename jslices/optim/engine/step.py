@@ -18,7 +18,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jslices import _jax
-from jslices._place.boundary import platform_at_hand, row_major_array
+from jslices._place.boundary import platform_of, row_major_array
 from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
 from jslices._slices import IndexedSlices, each_shard, slices_of
@@ -229,7 +229,8 @@ def step_rows(
         )
 
     distinct = unique or grad.facts.distinct
-    by_rows, at_hand = every if state or not linear else (), platform_at_hand()
+    by_rows = every if state or not linear else ()
+    at_hand = platform_of(grad.values, *every)
     cpu, other = (
         choose_plan(grad, by_rows, x, linear=linear, unique=unique, at_hand=at_hand)
         for x in ("cpu", "gpu")
@@ -368,7 +369,7 @@ def read_rows(
 
     Empty entries read the last row.
     """
-    platform = platform_at_hand()
+    platform = platform_of(*arrays)
     return [_read_rows(x, indices, row_axes, platform) for x in arrays]
 
 

@@ -11,7 +11,7 @@ from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, is_function, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
-from jslices._place.boundary import laid_out_as, on_any_mesh
+from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
 from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -196,7 +196,7 @@ class _RuleOnTrees:
         rules, shapes = self._rules(params, tree), tree.flatten_up_to(params)
         return tree.unflatten(
             [
-                _plan_of(rule, grad, param, platform or jax.default_backend())
+                _plan_of(rule, grad, param, platform or platform_of())
                 for rule, grad, param in zip(rules, leaves, shapes, strict=True)
             ]
         )
@@ -510,9 +510,8 @@ def checked_gradient(
                 "sum it first: IndexedSlices(s.values.reshape(-1, *row_shape), "
                 "s.indices.reshape(-1), s.dense_shape)"
             )
-        num_bytes = grad.values.nbytes
-        if is_below(HINT_BYTES - 1, num_bytes):
-            hint_large_step(num_bytes)
+        if is_below(HINT_BYTES - 1, grad.values.nbytes):
+            hint_large_step(grad.values)
         if grad.dense_shape is None:
             tall = [x for x in (param, *state) if x is not None]
             if not tall:
@@ -531,7 +530,7 @@ def checked_gradient(
     axes = grad.row_axes if isinstance(grad, IndexedSlices) else 1
     if axes > 1:
         _check_row_axes(path, axes, shape, state)
-        hint_tiles(path, shape, axes, dtype)
+        hint_tiles(path, shape, axes, grad.values)
     return grad
 
 

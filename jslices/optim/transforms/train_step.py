@@ -18,7 +18,7 @@ from jslices._grad.call import (
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
 from jslices._jax import is_symbolic
-from jslices._place.boundary import mesh_of, platform_at_hand
+from jslices._place.boundary import mesh_of, platform_of
 from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
@@ -182,5 +182,5 @@ def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | No
     count, num_rows = rows.indices.shape[0], table.table_shape[0]
     if planned.eager or mesh_of(table.aval) is not None or is_symbolic(count + num_rows):
         return False
-    enough = entries_of_a_pass(num_rows, table.row_bytes, False, platform_at_hand())
+    enough = entries_of_a_pass(num_rows, table.row_bytes, False, platform_of(table.aval))
     return 0 < count < enough
