@@ -80,6 +80,9 @@ class MissedSteps:
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
       run: whether :attr:`Missed.run` is needed though there is no weight decay.
+      noise: of steps that add normal noise to all rows, its deviation for a learning rate
+        of 1, and a key, uint32 ``[2]``. The ``learning_rate`` is then that of the variance,
+        its square, and the run is the variance.
     """
 
     advance: Callable[..., Arrays]
@@ -87,6 +90,7 @@ class MissedSteps:
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
     run: bool = False
+    noise: tuple[float, jax.Array] | None = None
 
     @property
     def decays(self) -> bool:
