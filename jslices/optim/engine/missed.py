@@ -82,6 +82,9 @@ class MissedSteps:
       run: whether :attr:`Missed.run` is needed though there is no weight decay.
       by_two_steps: whether the sums are those of :func:`step_moments`, and rows get
         :func:`two_steps` of them: made of the small tables, it is not made for each row.
+      noise: of steps that add normal noise to all rows, its deviation for a learning rate
+        of 1, and a key, uint32 ``[2]``. The ``learning_rate`` is then that of the variance,
+        its square, and the run is the variance.
     """
 
     advance: Callable[..., Arrays]
@@ -90,6 +93,7 @@ class MissedSteps:
     weight_decay: Scalar | Schedule = 0.0
     run: bool = False
     by_two_steps: bool = False
+    noise: tuple[float, jax.Array] | None = None
 
     @property
     def decays(self) -> bool:

@@ -163,7 +163,8 @@ class GradientTransformation:
         """
         names = ("update", "apply", "catch_up", "flush", "peek")
         steps = {name: self._parts[name] for name in names if self._parts[name]}
-        return self.replace(**{name: boundary.one_program(x) for name, x in steps.items()})
+        steps = {name: boundary.one_program(x) for name, x in steps.items()}
+        return self.replace(of_rows=self._parts["of_rows"], **steps)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))

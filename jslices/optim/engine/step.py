@@ -201,7 +201,7 @@ def step_rows(
         number, and then all arrays have these axes.
       read: arrays ``[V, ...]`` whose rows are only read.
       state: arrays ``[V, ...]`` whose rows are written back.
-      adds: whether the update is added to the one array that is read, or returned.
+      adds: whether the update is added to the first array that is read, or returned.
       linear: whether the update of a sum is the sum of the updates.
       unique: whether no row is named twice, and all rows are not to be stepped.
 
@@ -421,7 +421,8 @@ def _in_chunks(
             fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
             ids = jnp.where(fresh, cut(indices), height)
-            rows = (*([first] if adds else arrays[:num_read]), *state)
+            read = [first, *arrays[1:num_read]] if adds else arrays[:num_read]
+            rows = (*read, *state)
             new, *state = _together(kernel, ids, cut(values), sizes, rows, num_read, adds)
             if not adds:
                 new = access.where_rows(fresh, new, cut(first))

@@ -76,6 +76,8 @@ class _RuleOnTrees:
         self.names = tuple(rule.state)
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
+        #: Whether what noise knows rows by is read with the parameter, and not kept.
+        self.is_noisy = rule.missed is not None and rule.missed.noise is not None
         #: Whether rows have caught up, or a warning said that none has.
         self.has_caught_up = False
 
@@ -164,10 +166,11 @@ class _RuleOnTrees:
             strict=True,
         ):
             shapes = functools.partial(self.state_shapes, rule)
-            mine = arrays[: len(self.names)]
+            mine = arrays[self.is_noisy :][: len(self.names)]
             grad = checked_gradient(path, grad, param, mine, shapes)
             kernel = kernel_of(rule, isinstance(grad, IndexedSlices), *kind)
-            results.append(_step_leaf(adds, path, rule, kernel, grad, param, arrays))
+            read, kept = [param, *arrays[: self.is_noisy]], arrays[self.is_noisy :]
+            results.append(_step_leaf(adds, path, rule, kernel, grad, read, kept))
         new = self._with_arrays(new, tree, [arrays for _, arrays in results])
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
@@ -186,7 +189,7 @@ class _RuleOnTrees:
             if rule.missed is None:
                 return kernel
             missed = missed_by(rule) if is_peeked else None
-            return exact.with_clock(kernel, rule, state.count, new.clock.run, missed)
+            return exact.with_clock(kernel, rule, state.count, new.clock, missed)
 
         return kernel_of
 
@@ -228,7 +231,7 @@ class _RuleOnTrees:
     def _missed(self, state: State) -> Callable[[Rule], Partial]:
         """From a rule to what its rows do that are behind."""
         return functools.cache(
-            lambda rule: exact.missed_steps(rule, state.count, state.clock.run)
+            lambda rule: exact.missed_steps(rule, state.count, state.clock)
         )
 
     @on_any_mesh(lambda self, *args: protocol.shardings_of_params(*args))
@@ -244,11 +247,12 @@ class _RuleOnTrees:
         """
         leaves, tree = flatten(params)
         missed_by, rules = self._missed(state), self._rules(params, tree)
-        clock_at, count = 1 + len(self.names), state.count
+        num_read = 1 + self.is_noisy
+        how = num_read + len(self.names), state.count, num_read
         new = [
             None
             if rows is False
-            else exact.caught_up(missed_by(rule), rows, [p, *arrays], clock_at, count)
+            else exact.caught_up(missed_by(rule), rows, [p, *arrays], *how)
             for rule, rows, p, arrays in zip(
                 rules, behind, leaves, self._arrays(state, tree), strict=True
             )
@@ -322,6 +326,8 @@ class _RuleOnTrees:
     def _arrays(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
         """For each leaf its state arrays; then ``last`` and the snapshot of a clock.
 
+        If there is noise, what it knows rows by is in front of them.
+
         Where a None gradient stands for None, or for a part of the parameters, it is
         whatever the state has there.
         """
@@ -331,10 +337,14 @@ class _RuleOnTrees:
             return arrays
         last = arrays_of(state.clock, "last", tree)
         snapshots = tree.flatten_up_to(state.clock.snapshot)
-        return [
+        arrays = [
             [*mine, x, *(snapshot if isinstance(snapshot, tuple) else ())]
             for mine, x, snapshot in zip(arrays, last, snapshots, strict=True)
         ]
+        if self.is_noisy:
+            names = map(exact.row_names, protocol.paths_of(tree), last)
+            arrays = [[name, *mine] for name, mine in zip(names, arrays, strict=True)]
+        return arrays
 
     def _with_arrays(
         self, state: State, tree: PyTreeDef, arrays: Sequence[tuple[jax.Array, ...] | None]
@@ -394,18 +404,19 @@ def _step_leaf(
     rule: Rule,
     kernel: Kernel,
     grad: Leaf,
-    param: Leaf,
+    read: Sequence[Any],
     arrays: Sequence[jax.Array],
 ) -> tuple[Leaf, tuple[jax.Array, ...] | None]:
     """The parameter, or its update where nothing is added, and the new state arrays.
 
-    None for these where they stay as they are. ``param`` may be None where neither the rule
-    reads it nor anything is added.
+    None for these where they stay as they are. The parameter, the first that is ``read``,
+    may be None where neither the rule reads it nor anything is added.
     """
+    param = read[0]
     if grad is None or protocol.has_no_rows(grad):
         return (param if adds else grad), None
     if adds and param is None:  # whose state moves all the same, as by `update`
-        return None, _step_leaf(False, path, rule, kernel, grad, param, arrays)[1]
+        return None, _step_leaf(False, path, rule, kernel, grad, read, arrays)[1]
     if adds:
         protocol.check_kinds(path, grad, param)
     if (
@@ -415,11 +426,11 @@ def _step_leaf(
     ):
         grad = grad.coalesce()
     if not isinstance(grad, IndexedSlices) or rule.update_slices is not None:
-        update, *new = kernel(grad, param, *arrays)
+        update, *new = kernel(grad, *read, *arrays)
         return protocol.add_update(path, update, param) if adds else update, tuple(new)
     how = {"adds": adds, "linear": rule.linear}
     if param is not None:
-        stepped, *new = step_rows(kernel, grad, [param], arrays, **how)
+        stepped, *new = step_rows(kernel, grad, read, arrays, **how)
     else:
         without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
         stepped, *new = step_rows(without, grad, [], arrays, **how)
