@@ -26,7 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for picture, data in resources["outputs"].items():
             name = f"notebooks/{path.stem}_{picture}"
             number = int(picture.split("_")[1])  # output_CELL_OUTPUT.png
-            described = f"![{notebook.cells[number].metadata['alt']}]({path.stem}_{picture})"
+            alt = notebook.cells[number].metadata["alt"]
+            described = f"![{alt}]({path.stem}_{picture})"
             text = text.replace(f"![png]({picture})", described)
             files.append(File.generated(config, name, content=data))
         text = re.sub(r"!\[Open in Colab\]\([^)]*\)", "Open in Colab", text)

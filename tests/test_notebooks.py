@@ -39,7 +39,8 @@ def test_shows_what_its_code_shows_today(name):
     assert pictures(notebook), f"{name} shows no plot"
     for cell in notebook.cells:
         if pictures(nbformat.from_dict({"cells": [cell]})):
-            assert len(cell.metadata.get("alt", "")) > 40, f"no alt in metadata: {cell.source}"
+            alt = cell.metadata.get("alt", "")
+            assert len(alt) > 40, f"no alt in metadata: {cell.source}"
     shown = str(outputs(notebook))
     assert "Traceback" not in shown
     assert not re.search(r"/(tmp|home|root|var|usr)/", shown), f"{name} shows a path"
