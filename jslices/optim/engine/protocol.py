@@ -300,12 +300,21 @@ def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
 
 
 def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
-    """Refuse slices where parameters are a tree."""
+    """Refuse slices where parameters are a tree, and a pair where they are none."""
     if isinstance(grads, IndexedSlices) and isinstance(params, dict | list | tuple):
         raise TypeError(
             f"{call} got {grads} alone, where parameters are a {type(params).__name__}; "
             "pass the whole tree that js.grad or js.value_and_grad returned, or the one "
             "array as parameters"
+        )
+    if type(grads) is not tuple or len(grads) != 2 or params is None:
+        return
+    trees = [jax.tree.structure(x, is_leaf=is_leaf) for x in (params, grads, *grads)]
+    if trees[0] != trees[1] and trees[0] in trees[2:]:
+        raise TypeError(
+            f"{call} got a pair, and one part of it has the structure of the parameters; "
+            "unpack it: value, grads = jslices.value_and_grad(loss)(params, ...), or "
+            "updates, state = tx.update(grads, state, params)"
         )
 
 

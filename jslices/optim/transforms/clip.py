@@ -367,7 +367,17 @@ def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
     Source: ours. With a limit per row, one frequent row cannot scale down all others.
     """
     check_limit("clip_row_norms", "max_norm", max_norm, single=True)
-    return each_leaf(lambda g: clip_rows_by_norm(g, max_norm))
+
+    def clipped(path: tuple[Any, ...], g: Leaf) -> Any:
+        if g is not None and g.ndim == 0:
+            raise ValueError(
+                f"clip_row_norms got a scalar at {jax.tree_util.keystr(path)}; leave out "
+                "scalars: jslices.optim.masked(jslices.optim.clip_row_norms(max_norm), "
+                "lambda params: jax.tree.map(lambda p: p.ndim > 0, params))"
+            )
+        return g if g is None else clip_rows_by_norm(g, max_norm)
+
+    return stateless(lambda g: jax.tree.map_with_path(clipped, g, is_leaf=is_leaf))
 
 
 @combinator
