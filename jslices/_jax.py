@@ -148,6 +148,17 @@ def trace_at_hand(x: jax.Array) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def trace_of(*arrays: Any) -> Iterator[None]:
+    """A context for operations in the trace that these belong to.
+
+    JAX has left it where it asks types of others (hijax) for the arrays that they hold.
+    """
+    traced = [x for x in arrays if isinstance(x, jax.core.Tracer)]
+    with core.set_current_trace(traced[0]._trace if traced else core.eval_trace):
+        yield
+
+
 def define_keys(name: str, tag: Callable[[], str], words: int) -> tuple[Any, Any]:
     """A kind of random keys without randomness, and its dtype, which prints as ``tag()``.
 
@@ -157,8 +168,14 @@ def define_keys(name: str, tag: Callable[[], str], words: int) -> tuple[Any, Any
     def refuse(*_: object) -> NoReturn:
         raise TypeError(f"these are {tag()}")
 
-    options = {"seed": refuse, "split": refuse, "random_bits": refuse, "fold_in": refuse}
-    spec: Any = define_prng_impl(key_shape=(words,), **options, name=name, tag=tag)
+    options: dict[str, Any] = {
+        "seed": refuse,
+        "split": refuse,
+        "random_bits": refuse,
+        "fold_in": refuse,
+    }
+    options |= {"name": name, "tag": tag}
+    spec: Any = define_prng_impl(key_shape=(words,), **options)
     # One of that name is there if the package has been imported before.
     spec._impl = prng.prngs.setdefault(name, _Kind(*spec._impl))
     return spec, prng.KeyTy(spec._impl)
@@ -171,7 +188,7 @@ class _Kind(prng.PRNGImpl):
 
     @property
     def tag(self) -> str:  # type: ignore[override]
-        return self[-1]()  # type: ignore[no-any-return]
+        return self[-1]()  # type: ignore
 
     def __hash__(self) -> int:
         return hash(self.name)
