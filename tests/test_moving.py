@@ -688,7 +688,9 @@ def test_optax_tree_on_row_gradients_is_as_the_page_says():
         *(functools.partial(f, grads) for f in (trees.sum, trees.max, trees.norm)),
         lambda: trees.cast(grads, "bfloat16"),
     ):
-        with pytest.raises(TypeError, match="row numbers of IndexedSlices: type jslices"):
+        with pytest.raises(
+            TypeError, match=r"row numbers of IndexedSlices.*: type jslices"
+        ):
             refused()
     tx, params = js.from_optax(optax.ema(0.9)), {"table": jnp.ones((3, 2))}
     updates, _ = jax.eval_shape(tx.update, grads, tx.init(params), params)

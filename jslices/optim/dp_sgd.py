@@ -122,7 +122,12 @@ def dp_sgd(
     tx = transformation(DpSgdState, Rule({}, update, reads_params=True, missed=missed))
 
     def apply(
-        grads: Gradients, state: State, params: Params, exact: bool = False, **how: PyTree
+        grads: Gradients,
+        state: State,
+        params: Params,
+        key: Key | None = None,
+        peeked: PyTree = None,
+        exact: bool = False,
     ) -> tuple[Params, State]:
         if exact:
             raise ValueError(
@@ -131,7 +136,7 @@ def dp_sgd(
                 "js.per_example_global_norm_clip(jax.vmap(js.grad(loss), in_axes=(None, 0))"
                 "(params, batch), l2_norm_clip), and tx.apply(total, state, params)"
             )
-        return tx.apply(grads, state, params, **how)
+        return tx.apply(grads, state, params, key, peeked=peeked)
 
     def of_rows(rows: StateOfRows) -> GradientTransformation:
         raise InvalidArgumentError(

@@ -64,7 +64,7 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run, key)
 
 
-def row_names(path: str, last: Any) -> Any:
+def row_names(path: str, last: Any, param: Any) -> Any:
     """What noise knows rows by, uint32 ``[..., 2]``; XLA makes only those that are read.
 
     By the path of the array, as parts of a tree may be stepped apart (``partition``), and
@@ -72,8 +72,8 @@ def row_names(path: str, last: Any) -> Any:
     """
     if not hasattr(last, "shape"):  # of no parameter
         return None
-    array, axes = jnp.uint32(zlib.crc32(path.encode())), varying_axes(jax.typeof(last))
-    for axis in sorted(axes):
+    array = jnp.uint32(zlib.crc32(path.encode()))
+    for axis in sorted(varying_axes(jax.typeof(last), jax.typeof(param))):
         array = array * jnp.uint32(0x9E3779B1) + lax.axis_index(axis).astype(jnp.uint32)
     rows = jnp.arange(last.size, dtype=jnp.uint32).reshape(*last.shape, 1)
     first = lax.broadcasted_iota(jnp.uint32, (*last.shape, 2), last.ndim) == 0

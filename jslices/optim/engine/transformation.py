@@ -160,7 +160,7 @@ class _RuleOnTrees:
             protocol.paths_of(tree),
             self._rules(params, tree),
             leaves,
-            self._arrays(state, tree),
+            self._arrays(state, tree, params),
             _parameters(tree, params, reads_params),
             is_peeked,
             strict=True,
@@ -254,7 +254,7 @@ class _RuleOnTrees:
             if rows is False
             else exact.caught_up(missed_by(rule), rows, [p, *arrays], *how)
             for rule, rows, p, arrays in zip(
-                rules, behind, leaves, self._arrays(state, tree), strict=True
+                rules, behind, leaves, self._arrays(state, tree, params), strict=True
             )
         ]
         pairs = zip(leaves, new, strict=True)
@@ -270,7 +270,7 @@ class _RuleOnTrees:
         peeked = [
             exact.peeked(missed_by(rule), behind, [p, *arrays])
             for rule, behind, p, arrays in zip(
-                rules, rows, leaves, self._arrays(state, tree), strict=True
+                rules, rows, leaves, self._arrays(state, tree, params), strict=True
             )
         ]
         return tree.unflatten(peeked)
@@ -323,11 +323,12 @@ class _RuleOnTrees:
         # A None gradient stands for None or any part of the parameters: none is stepped.
         return [r if isinstance(r, Rule) else self.rule for r in rules]
 
-    def _arrays(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
+    def _arrays(
+        self, state: State, tree: PyTreeDef, params: Params
+    ) -> list[list[jax.Array]]:
         """For each leaf its state arrays; then ``last`` and the snapshot of a clock.
 
         If there is noise, what it knows rows by is in front of them.
-
         Where a None gradient stands for None, or for a part of the parameters, it is
         whatever the state has there.
         """
@@ -342,7 +343,8 @@ class _RuleOnTrees:
             for mine, x, snapshot in zip(arrays, last, snapshots, strict=True)
         ]
         if self.is_noisy:
-            names = map(exact.row_names, protocol.paths_of(tree), last)
+            rows = protocol.paths_of(tree), last, tree.flatten_up_to(params)
+            names = map(exact.row_names, *rows)
             arrays = [[name, *mine] for name, mine in zip(names, arrays, strict=True)]
         return arrays
 
