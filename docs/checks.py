@@ -19,7 +19,6 @@ log = logging.getLogger("mkdocs.hooks.checks")
 #: What people type into the search, and the page that has the answer.
 SEARCHES = {
     "adagrad does not learn": "faq/",
-    "alias sampling": "recipes/",
     "apple silicon": "faq/",
     "compile time": "faq/",
     "deterministic": "faq/",
@@ -30,7 +29,6 @@ SEARCHES = {
     "fbgemm": "moving/",
     "first step slow": "faq/",
     "gradient norm": "faq/",
-    "growing vocabulary": "keras/",
     "hashing trick": "recipes/",
     "logging": "faq/",
     "loss does not fall": "faq/",
