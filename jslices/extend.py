@@ -32,6 +32,9 @@ from jslices._lookup.bags import as_bags as as_bags
 from jslices._place.boundary import like_first as like_first
 from jslices._place.boundary import on_any_mesh as on_any_mesh
 
+# A PerformanceHint at the user's line, once about each thing.
+from jslices._place.hints import hint_once as hint_once
+
 # What an index out of range means, and in which dtype: for tables and sums of their own.
 from jslices._rows.access import canonical_indices as canonical_indices
 from jslices._rows.access import empty_index as empty_index
@@ -89,6 +92,7 @@ __all__ = [
     "check_mode",
     "check_slices",
     "empty_index",
+    "hint_once",
     "human_bytes",
     "index_dtype",
     "install_command",

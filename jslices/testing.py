@@ -15,7 +15,7 @@ device that the step is for; it need not exist here::
     jslices.testing.assert_in_place(step, params, state, ids, device="h100:64")
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,9 @@ def assert_in_place(
 
     Every donated array of at least ``min_bytes`` must share its memory with a result and
     must not be copied on the way, and no large result may take new memory while an argument
-    of its shape and dtype is not donated.
+    of its shape and dtype is not donated. By default smaller donated arrays count as well
+    if they have as many rows as a table that is looked up (state of one number a row, say),
+    unless the optimizer steps all of these rows.
 
     Args:
       step: the training step, a function or what ``jax.jit`` made of one.
@@ -62,7 +64,7 @@ def assert_in_place(
       min_bytes: smaller arrays are ignored. The default is an eighth of the largest
         argument, and at least 1 MB: XLA often copies the weights of dense layers, whose
         old values the gradients of other layers need, and next to a table that costs
-        little. Give ``V * 4`` to include state arrays of one number a row.
+        little.
       device: compiles for this device, which need not exist here: see :func:`devices`. On
         several devices an argument keeps its sharding over a mesh of as many, which may be
         a ``jax.sharding.AbstractMesh``, and is replicated if it has none. The default is
@@ -103,10 +105,12 @@ def assert_in_place(
     Source: answers what JAX's warning "Some donated buffers were not usable" leaves open.
     """
     compiled = program.compiled(step, args, donate_argnums, device)
+    heights: Collection[int] = ()
     if min_bytes is None:
         largest = max((leaf.nbytes for leaf in compiled.leaves), default=0)
         min_bytes = max(MIN_BYTES, largest // 8)
-    problems = in_place.problems(compiled, min_bytes)
+        heights = dense.heights(compiled, min_bytes)
+    problems = in_place.problems(compiled, min_bytes, heights)
     _refuse(problems, f"{compiled.name} does not work in place")
     return compiled.memory
 
@@ -275,7 +279,8 @@ def devices(name: str) -> tuple[jax.Device, ...]:
     """Devices that JAX can compile for without having them, for a mesh of your own.
 
     They run nothing. ``jax.ShapeDtypeStruct``s that are sharded over them are arguments for
-    ``jax.jit(step).lower(...).compile()``, and for the proofs here without ``device=``.
+    ``jax.jit(step).lower(...).compile()``, and for the proofs here without ``device=``. On
+    one device without a mesh, lower within ``jax.default_device(devices(name)[0])``.
 
     Args:
       name: ``v5e``, ``v5p``, ``v6e``, ``tpu7x``, ``a100``, ``h100``, ``h200``, ``b200`` or

@@ -22,7 +22,10 @@ V, K = 1_000_000, 2_000  # with more ids compilers take longer
 #: With few XLA lays short rows that are written twice out by columns, and copies the table.
 MANY = 10_000
 S = jax.ShapeDtypeStruct
-pytestmark = pytest.mark.devices
+pytestmark = [
+    pytest.mark.devices,
+    pytest.mark.filterwarnings("ignore:the table.* has rows of 16 numbers"),
+]
 
 
 def training(tx, value_and_grad=js.value_and_grad, apply=False, clip=None):

@@ -236,6 +236,25 @@ def test_slices_in_and_out():
     assert taken.values.shape == (3, 2) and not taken.values.any()
 
 
+def test_takes_of_many_sizes_get_a_hint_and_of_one_size_none():
+    accumulator = SparseConditionalAccumulator("float32", (90, 1))
+
+    def take(rows, size=None):
+        step, values = accumulator.global_step(), np.ones((rows, 1), np.float32)
+        accumulator.apply_grad(np.arange(rows), values, local_step=step)
+        return accumulator.take_indexed_slices_grad(1, size=size)
+
+    for rows in (3, 4, 5, 4, 3):
+        assert take(rows).indices.size == rows
+    said = r"4 numbers of rows were taken, \[3, 4, 5, 33\], .*\(num_required, size=64\)"
+    with pytest.warns(js.optim.PerformanceHint, match=said):
+        take(33)
+    jitted = jax.jit(js.IndexedSlices.to_dense)
+    for rows in (6, 7, 8, 9):
+        assert jitted(take(rows, size=64)).sum() == rows
+    assert jitted._cache_size() == 1
+
+
 def test_slices_that_do_not_fit():
     accumulator = SparseConditionalAccumulator("float32", (6, 1))
     row, before = jnp.ones((1, 1)), snapshot(accumulator)

@@ -349,7 +349,7 @@ def test_the_estimate_of_a_tpu():
 @pytest.mark.devices
 def test_the_page_of_accelerators():
     page = (HERE.parent / "docs" / "accelerators.md").read_text()
-    placed, block = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    placed, block, compiled = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     names = {}
     exec(placed, names)
     assert names["state"].mu["table"].shape == (10_000, 64)
@@ -357,6 +357,10 @@ def test_the_page_of_accelerators():
     for device in re.findall(r'device="(\w+)"', block):
         needs_device(device)
     names["test_step"]()
+    exec(compiled, names)
+    table = jax.ShapeDtypeStruct((10**6, 16), jnp.float32)
+    args = {"table": table}, jax.eval_shape(names["tx"].init, {"table": table}), IDS
+    assert names["bytes_of_temporaries"](js.testing.devices("v5e")[0], *args) < 10**6
 
 
 # --- bench -------------------------------------------------------------------------

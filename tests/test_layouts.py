@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import traced_as_on
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 import jslices as js
 
@@ -123,6 +123,29 @@ def test_a_program_for_a_tpu_that_its_trace_did_not_know_of_is_noticed():
         lowered(3)
     with traced_as_on("tpu"):
         assert "LayoutConstraint" in lowered(5)
+
+
+def test_short_rows_on_a_tpu_with_sparse_cores_are_noticed():
+    tx = js.sgd(0.1)
+
+    def traced(kind, dim):
+        device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+        auto = (AxisType.Auto,)
+        mesh = AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device)
+        split = jax.NamedSharding(mesh, jax.P("x"))
+        table = jax.ShapeDtypeStruct((1_000_448, dim), jnp.float32, sharding=split)
+        ids = jax.ShapeDtypeStruct((9,), jnp.int32, sharding=split)
+        grad = js.grad(lambda table, ids: table[ids].sum())
+        step = lambda table, ids: tx.apply(grad(table, ids), tx.init(table), table)  # noqa: E731
+        jax.make_jaxpr(step)(table, ids)
+
+    for kind, dim in (("TPU v5 lite", 16), ("TPU v6 lite", 64), ("TPU v6 lite", 1)):
+        traced(kind, dim)
+    said = (
+        r"shape \(1000448, 16\) has rows of 16 .* on a TPU v6 lite .*\[V \* 16 / 128, 128\]"
+    )
+    with pytest.warns(js.optim.PerformanceHint, match=said):
+        traced("TPU v6 lite", 16)
 
 
 def test_a_table_by_columns_is_noticed_once():

@@ -196,6 +196,43 @@ def test_a_copied_table(bad):
     assert place is None or line_of(*place) in problem
 
 
+def test_what_is_said_of_old_values_helps():
+    (problem,) = fails(donated(subtracts_old), PARAMS, STATE, IDS)
+    assert "Read the new value, or what you need of the old one in a jitted" in problem
+
+    def norm(params):
+        return (params["table"] ** 2).sum()
+
+    def reads_new(params, state, ids):
+        new, state, _ = step(params, state, ids)
+        return new, state, norm(new)
+
+    def knows_old(params, state, ids, before):  # norm(params), in a function of its own
+        new, state, _ = step(params, state, ids)
+        return new, state, norm(new) - before
+
+    assert_in_place(donated(reads_new), PARAMS, STATE, IDS)
+    assert_in_place(donated(knows_old), PARAMS, STATE, IDS, jax.eval_shape(norm, PARAMS))
+
+
+def test_state_of_one_number_a_row_counts_as_its_table_does():
+    tx = js.rowwise_adagrad(0.1)
+    state = jax.eval_shape(tx.init, TABLE)
+
+    def step(table, state, ids):
+        return tx.apply(js.grad(lambda t: (t[ids] ** 2).sum())(table), state, table)
+
+    def reads_old(table, state, ids):
+        table, new = step(table, state, ids)
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
+        return table, new, sum(((x - y) ** 2).sum() for x, y in pairs if x.shape == (V,))
+
+    assert_in_place(donated(step), TABLE, state, IDS)
+    (problem,) = fails(donated(reads_old), TABLE, state, IDS)
+    assert problem.startswith("args[1]") and "float32[20000] (80.0 KB) is copied" in problem
+    assert_in_place(donated(reads_old), TABLE, state, IDS, min_bytes=10**6)
+
+
 def test_choosing_between_whole_arrays():
     problems = fails(donated(chooses_arrays), PARAMS, STATE, IDS)
     assert len(problems) == 2  # the table and its sums

@@ -404,7 +404,9 @@ def row_major(tree: PyTree) -> Any:
     ``tx.init``, ``tx.update``, ``tx.apply`` and :func:`jslices.apply_updates` stay
     row-major. (So do results of your own ``jit`` that come straight from one of them; after
     a loop or a ``cond``, return ``jslices.row_major(params)``. It needs jax 0.11.1. To
-    export a step on a TPU, pass ``jax.export.export`` the ``disabled_checks``
+    compile for a TPU that is not here, shard the arguments over a mesh of it, or stay in
+    ``with jax.default_device(tpu)``. To export a step for a TPU, also pass
+    ``jax.export.export`` the ``disabled_checks``
     ``[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]``.)
 
     Args:
@@ -414,8 +416,8 @@ def row_major(tree: PyTree) -> Any:
     Returns:
       The same tree, shapes, dtypes, values and shardings. Arrays that are row-major
       already, as all are on CPUs and GPUs, and arrays of rows of one element are returned
-      as they are. A struct becomes that of a row-major array, on the first device if it
-      names none.
+      as they are. A struct becomes that of a row-major array, on JAX's default device if
+      it names none.
 
     Memory: a TPU pads rows to 128 elements, row-major ones of 16 to 8 times their size
     (docs/packed_tables.md says how to store short rows). Cost: one copy of each array that
@@ -449,7 +451,9 @@ def row_major_array(x: Leaf) -> Any:
         if platform_of(x) == "tpu":
             return with_layout_constraint(x, layout)
         return row_major_p.bind(x)
-    sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
+    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+    sharding = x.sharding or SingleDeviceSharding(device)
     placed = Format(layout, sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
@@ -486,15 +490,20 @@ def is_tall(x: Aval) -> bool:
 
 
 def platform_of(*arrays: Aval) -> str:
-    """``cpu``, ``gpu`` or ``tpu``: where a program that is being traced will run.
+    """``cpu``, ``gpu`` or ``tpu``: that of :func:`device_of`, or JAX's default."""
+    device = device_of(*arrays)
+    return getattr(device, "platform", device) or jax.default_backend()
 
-    The types of arrays on a mesh tell, then the mesh in context, ``jax.default_device`` and
-    JAX's default. (The types of arrays that are on one device without a mesh do not.)
+
+def device_of(*arrays: Aval) -> Any:
+    """A device, or its kind, where a program that is being traced will run.
+
+    The types of arrays on a mesh tell, then the mesh in context and ``jax.default_device``;
+    None is JAX's default. (The types of arrays on one device without a mesh do not tell.)
     """
     avals = (jax.typeof(x) if isinstance(x, jax.Array) else x for x in arrays)
     meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in avals)
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if device := getattr(mesh, "abstract_device", None):
-            return str(device.platform)
-    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return getattr(default, "platform", default) or jax.default_backend()
+            return device
+    return jax.config.jax_default_device  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ On a CPU under Linux the memory of temporaries can stay from one step to the nex
 """
 
 import ctypes
+import math
 import os
 import platform
 import re
@@ -16,7 +17,13 @@ from jax.interpreters import mlir
 
 from jslices import _jax
 from jslices._densify import human_bytes, warn_at_line
-from jslices._place.boundary import is_row_major, is_tall, platform_of, row_major_p
+from jslices._place.boundary import (
+    device_of,
+    is_row_major,
+    is_tall,
+    platform_of,
+    row_major_p,
+)
 from jslices._typing import Aval, Leaf
 
 # From glibc's <malloc.h>.
@@ -29,6 +36,10 @@ HINT_BYTES = 16 * 10**6
 TILE_ROWS = 8
 #: A TPU lays out by rows what is a multiple of so many numbers long.
 LANES = 128
+#: TPUs that gather rows by SparseCores, by JAX's names: v5p, v6e, tpu7x.
+SPARSE_CORES = {"TPU v5", "TPU v6 lite", "TPU7x"}
+#: Smaller tables, in numbers with the padding, XLA may move into fast memory.
+LARGE_TABLE = 2**25
 #: If 1 in the environment, the import of jslices calls :func:`keep_memory`.
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
@@ -166,6 +177,24 @@ def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, values: Aval) 
         f"jslices.padded_rows({num_rows}, {TILE_ROWS}) = "
         f"{-(-num_rows // TILE_ROWS) * TILE_ROWS}; on a mesh, {TILE_ROWS} for each device "
         "that divides them",
+    )
+
+
+def hint_short_rows(place: str, shape: tuple[int, ...], row_axes: int, *x: Aval) -> None:
+    """Hints, once for each table, at the cost of short rows on a TPU with SparseCores."""
+    length, size = math.prod(shape[row_axes:]), math.prod(shape[:row_axes])
+    if not 1 < length <= LANES // 4 or platform_of(*x) != "tpu" or _jax.is_symbolic(size):
+        return
+    kind = getattr(device_of(*x) or jax.devices()[0], "device_kind", "")
+    if kind not in SPARSE_CORES or size * LANES < LARGE_TABLE:
+        return
+    hint_once(
+        ("short rows", place, shape),
+        f"the table{place} of shape {shape} has rows of {length} numbers, which a TPU pads "
+        f"to {LANES}, in its state as well, and by XLA's count a step on a {kind} moves as "
+        "much as a dense one, or more. Packed tables move less than half of that: "
+        f"store it as [V * {length} / {LANES}, {LANES}], and look up "
+        f"packed.reshape(V, {length})[ids]",
     )
 
 

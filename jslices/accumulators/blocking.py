@@ -13,10 +13,12 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices import IndexedSlices, InvalidArgumentError
 from jslices.accumulators import _gradients
 from jslices.accumulators._state import ArraySum, RowSums, Turns, divided, merged
-from jslices.extend import empty_index
+from jslices.extend import empty_index, hint_once
 
 _shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValueDictionary()
 _shared_lock = threading.Lock()
+#: Takes of so many sizes get a hint.
+SEVERAL = 4
 
 
 class ConditionalAccumulatorBase:
@@ -186,8 +188,9 @@ class RowMethods:
 
         Args:
           size: U, the number of entries; those that are left over are empty. None means
-            as many as there are rows, which differs from take to take, so that a jitted
-            function of the slices is compiled again and again: give one there.
+            as many as there are rows, as in TensorFlow. A jitted function of the slices is
+            then compiled for each number of rows; a ``PerformanceHint`` says so from the
+            fourth number on.
 
         Returns:
           ``values`` ``[U, *D]`` and ``indices`` ``[U]`` ascending, in the widest dtypes
@@ -204,7 +207,9 @@ class RowMethods:
         taken = self._take_within(num_required, timeout, max_rows=size, max_index=largest)
         shape = None if taken.shape[0] < 0 else tuple(int(n) for n in taken.shape)
         values, indices = taken.values, taken.indices.astype(index_type)
-        if size is not None and (missing := size - indices.size):
+        if size is None:
+            self._hint_sizes(indices.size)
+        elif missing := size - indices.size:
             empty = empty_index(shape[0] if shape else None, index_type)
             if empty > largest:
                 empty = -1  # V itself does not fit, but any negative index is empty
@@ -212,6 +217,19 @@ class RowMethods:
             room = np.zeros((missing, *values.shape[1:]), values.dtype)
             values = np.concatenate([values, room])
         return IndexedSlices(jnp.asarray(values), jnp.asarray(indices), shape)
+
+    def _hint_sizes(self, size: int) -> None:
+        """Hints at what a step costs that is compiled for each number of rows."""
+        sizes: set[int] = vars(self).setdefault("_sizes", set())
+        sizes.add(size)
+        if len(sizes) == SEVERAL:
+            hint_once(
+                ("sizes of takes", id(self)),
+                f"slices of {SEVERAL} numbers of rows were taken, {sorted(sizes)}, and JAX "
+                "compiles a step of them for each. Give them all the same room, most of it "
+                "used: take_indexed_slices_grad(num_required, "
+                f"size={1 << max(sizes).bit_length()})",
+            )
 
 
 class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):

@@ -159,18 +159,28 @@ def tables_of(program: Program, min_bytes: int, instead: str = "") -> dict[Leaf,
     Raises:
       ValueError: if there are none; says to pass a lower min_bytes, or ``instead``.
     """
-    parameters = program.module.parameters()
-    tables = {
-        leaf: parameters[leaf.parameter].arrays[0]
-        for leaf in _looked_up(program)
-        if leaf.parameter is not None and len(leaf.shape) > 1 and leaf.nbytes >= min_bytes
-    }
+    tables = _tables(program, min_bytes)
     if not tables:
         raise ValueError(
             f"{program.name} looks up rows of no argument with at least two axes and "
             f"{min_bytes} bytes; pass {instead}a lower min_bytes"
         )
     return tables
+
+
+def heights(program: Program, min_bytes: int) -> set[int]:
+    """The first axes of tables of ``min_bytes`` of which not all rows are stepped."""
+    whole, tables = _stepped_whole(program.module), _tables(program, min_bytes)
+    return {x.shape[0] for x, part in tables.items() if _sides(part) not in whole}
+
+
+def _tables(program: Program, min_bytes: int) -> dict[Leaf, Array]:
+    parameters = program.module.parameters()
+    return {
+        leaf: parameters[leaf.parameter].arrays[0]
+        for leaf in _looked_up(program)
+        if leaf.parameter is not None and len(leaf.shape) > 1 and leaf.nbytes >= min_bytes
+    }
 
 
 def _looked_up(program: Program) -> dict[Leaf, tuple[int, int]]:

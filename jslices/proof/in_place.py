@@ -1,6 +1,6 @@
 """Donated arrays that are not updated in place: causes and remedies."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jslices._densify import human_bytes
@@ -8,12 +8,25 @@ from jslices.proof.program import Instruction, Layout, Leaf, Module, Program, Va
 
 #: Operations that only pass values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}
+_FAST = (
+    "XLA moves it into fast memory on the chip and back, as it fits there. If that is "
+    "meant, leave it out: a higher min_bytes"
+)
 _BODIES = {"while": "loop", "conditional": "conditional", "call": "function"}
 
 
-def problems(program: Program, min_bytes: int) -> list[str]:
-    """A sentence for each array of ``min_bytes`` or more that is not updated in place."""
-    large = [leaf for leaf in program.leaves if leaf.nbytes >= min_bytes]
+def problems(program: Program, min_bytes: int, heights: Collection[int] = ()) -> list[str]:
+    """A sentence for each array of ``min_bytes`` or more that is not updated in place.
+
+    Donated ones whose first axis has one of the ``heights`` count if they are smaller, but
+    XLA may move them into fast memory.
+    """
+
+    def counts(leaf: Leaf) -> bool:
+        is_of_table = leaf.donated and len(leaf.shape) > 0 and leaf.shape[0] in heights
+        return is_of_table or leaf.nbytes >= min_bytes
+
+    large = [leaf for leaf in program.leaves if counts(leaf)]
     donated = [leaf for leaf in large if leaf.donated]
     missing = _missing(program, donated)
     sentences = [_not_aliased(program, leaf) for leaf in missing]
@@ -28,7 +41,7 @@ def problems(program: Program, min_bytes: int) -> list[str]:
     rest = [x for x in donated if x not in missing and x.parameter in aliased]
     # If a result is missing, jit pairs the others crosswise, which makes copies.
     crossed = [x for x in rest if any(_alike(x, y) for y in missing)]
-    return sentences + copied(program, rest, crossed)
+    return sentences + copied(program, rest, crossed, min_bytes)
 
 
 def _missing(program: Program, donated: list[Leaf]) -> list[Leaf]:
@@ -135,7 +148,9 @@ def _not_donated(program: Program, leaves: Iterable[Leaf]) -> Iterator[str]:
 # --- copies ------------------------------------------------------------------------
 
 
-def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[str]:
+def copied(
+    program: Program, leaves: list[Leaf], crossed: list[Leaf], min_bytes: int
+) -> list[str]:
     """A sentence for each copied leaf; for crossed ones only if the cause is visible."""
     module = program.module
     parameters = module.parameters()
@@ -164,7 +179,7 @@ def copied(program: Program, leaves: list[Leaf], crossed: list[Leaf]) -> list[st
     sentences = []
     for leaf, several in copies.items():
         reasons = _reasons(program, leaf, several, leaf not in crossed)
-        if reasons:
+        if reasons and (leaf.nbytes >= min_bytes or reasons != [_FAST]):
             times = f", {len(several)} times" if len(several) > 1 else ""
             sentences.append(f"{leaf} is copied{times}: " + "; and ".join(reasons))
     return sentences
@@ -201,10 +216,7 @@ def _moved(program: Program, leaf: Leaf, copies: list[Instruction]) -> list[str]
         if other.order != layout.order:
             return [_other_layout(leaf, layout, "the step as", other)]
     if any(other.space != layout.space for other in layouts):
-        return [
-            "XLA moves it into fast memory on the chip and back, as it fits there. If that "
-            "is meant, leave it out: a higher min_bytes"
-        ]
+        return [_FAST]
     return []
 
 
@@ -276,8 +288,8 @@ def _instead(reader: Instruction) -> str:
     if "select_n" in reader.op_name:
         return "Choose between old and new by jax.lax.cond around the update, or by rows"
     return (
-        "Read what you need of it before the update, and let the update depend on that "
-        "(jax.lax.optimization_barrier), or read the new value"
+        "Read the new value, or what you need of the old one in a jitted function of its "
+        "own, called before the step"
     )
 
 

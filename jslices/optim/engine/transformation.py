@@ -12,7 +12,13 @@ from jax.tree_util import Partial, PyTreeDef
 from jslices._arguments import check_array, is_function, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of
-from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
+from jslices._place.hints import (
+    HINT_BYTES,
+    hint_large_step,
+    hint_short_rows,
+    hint_tiles,
+    warn_of_columns,
+)
 from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
@@ -541,6 +547,8 @@ def checked_gradient(
     protocol.check_width(f"the gradient{path}", dtype)
     check_shapes(path, shape, state, state_shapes(shape))
     axes = grad.row_axes if isinstance(grad, IndexedSlices) else 1
+    if isinstance(grad, IndexedSlices):
+        hint_short_rows(path, shape, axes, grad.values, param)
     if axes > 1:
         _check_row_axes(path, axes, shape, state)
         hint_tiles(path, shape, axes, grad.values)
