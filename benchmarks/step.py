@@ -4,8 +4,8 @@
     python benchmarks/step.py --rows 1e4 1e5 1e6 1e7 --uniform
 
 Prints a line for every table size: the median time of a step with ``jax.value_and_grad``
-and Optax, of ``js.train_step`` with ``untouched="exact"`` and without, their ratios, and the
-gradient's bytes. All steps are jitted and donated, and run in turns on the same ids.
+and Optax, of ``js.train_step`` with ``untouched="exact"`` and without, their ratios, and
+the gradient's bytes. All steps are jitted and donated, and run in turns on the same ids.
 """
 
 import argparse

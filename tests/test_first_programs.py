@@ -58,8 +58,8 @@ def keras_adam(rate, eps, b1=0.9, b2=0.999):
         return updates, (count + 1, mu, nu)
 
     def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return jnp.zeros((), jnp.float32), zeros, zeros
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return jnp.zeros((), jnp.float32), mu, nu
 
     return Dense(init, update)
 
@@ -95,7 +95,7 @@ LAZY = Replaced(
 
 
 def losses(page, library, monkeypatch):
-    """Of the page's first program with ``library`` as jslices, on rows in changing order."""
+    """Of the page's first program with ``library`` as jslices, on changing rows."""
     _, shape, labels = PAGES[page]
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     first = next(i for i, block in enumerate(blocks) if "js.train_step(" in block)
@@ -108,7 +108,9 @@ def losses(page, library, monkeypatch):
 
     def anew(params):
         rng = np.random.default_rng(0)
-        return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype), params)
+        return jax.tree.map(
+            lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype), params
+        )
 
     is_train_state = hasattr(state, "opt_state")
     if is_train_state:

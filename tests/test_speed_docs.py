@@ -141,4 +141,6 @@ def test_where_a_gpu_has_no_use_for_rows():
     cells_of = [ms for _, sizes, ms in cells("h100") if sizes == (10**5, 64, 10**5)]
     ratios = [x[DENSE] / x[who] for x in cells_of for who in ("jslices", "jslices, exact")]
     least, _, most = of(ratios)
-    assert f"{least:.2f} to {most:.2f} times (Adam, exact and lazy" in " ".join(PAGE.split())
+    assert f"{least:.2f} to {most:.2f} times (Adam, exact and lazy" in " ".join(
+        PAGE.split()
+    )
