@@ -25,7 +25,6 @@ import jax.numpy as jnp
 
 import jslices as js
 from jslices._densify import human_bytes
-from jslices._place.boundary import compiling_for
 from jslices.proof.cost import cost_of
 from jslices.proof.targets import target
 
@@ -84,7 +83,7 @@ def loss(params, ids):
 
 def compiled(name, params, optimizer, ids, grad):
     """The cost of a step on devices ``name``, by a ``grad`` of those in :func:`ways`."""
-    devices, mesh, platform = place(name)
+    devices, mesh = place(name)
     rows = params["t"].shape[0]
 
     def step(params, state, ids):
@@ -98,25 +97,24 @@ def compiled(name, params, optimizer, ids, grad):
     given = jax.ShapeDtypeStruct((ids * devices,), "int64" if rows > INT32_MAX else "int32")
     state = jax.eval_shape(optimizer.init, params)
     arguments = jax.tree.map(split, (params, state, given))
-    with compiling_for(platform):
-        jitted = jax.jit(step, donate_argnums=(0, 1))
-        return cost_of(jitted.lower(*arguments).compile())
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return cost_of(jitted.lower(*arguments).compile())
 
 
 def place(name):
-    """How many devices there are, their mesh, and their platform."""
+    """How many devices there are, and their mesh."""
     if name.startswith("cpu"):
         count = int(name.partition(":")[2] or 1)
         kinds = {"axis_types": (jax.sharding.AxisType.Auto,)}
         mesh = jax.make_mesh((count,), ("x",), devices=jax.devices()[:count], **kinds)
-        return count, mesh, "cpu"
+        return count, mesh
     found = target(name)
-    return len(found.devices), found.mesh, found.platform
+    return len(found.devices), found.mesh
 
 
 def lines(name, rows, dim, dtype, optimizer, ids):
     """The lines of a case, one for each way."""
-    devices, mesh, _ = place(name)
+    devices, mesh = place(name)
     rows = js.padded_rows(int(rows), devices)
     params = {"t": jax.ShapeDtypeStruct((rows, dim), dtype)}
     tx = getattr(js, optimizer)(0.1)

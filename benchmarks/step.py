@@ -5,7 +5,8 @@
 
 Prints a line for every table size: the median time of a step with ``jax.value_and_grad``
 and Optax, of ``js.train_step`` with ``untouched="exact"`` and without, their ratios, and
-the gradient's bytes. All steps are jitted and donated, and run in turns on the same ids.
+the bytes of the gradient. All steps are jitted and donated, and run in turns on the same
+ids.
 """
 
 import argparse

@@ -25,9 +25,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text, resources = MarkdownExporter().from_notebook_node(notebook)
         for picture, data in resources["outputs"].items():
             name = f"notebooks/{path.stem}_{picture}"
-            text = text.replace(f"({picture})", f"({path.stem}_{picture})")
+            number = int(picture.split("_")[1])  # output_CELL_OUTPUT.png
+            alt = notebook.cells[number].metadata["alt"]
+            described = f"![{alt}]({path.stem}_{picture})"
+            text = text.replace(f"![png]({picture})", described)
             files.append(File.generated(config, name, content=data))
         text = re.sub(r"!\[Open in Colab\]\([^)]*\)", "Open in Colab", text)
+        text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
     return files
 

@@ -51,6 +51,7 @@ def shown(value: object) -> str:
     """A short text for any value; of large arrays only the shape."""
     if isinstance(value, np.ndarray | jax.Array):
         traced = np.ndim(value) or isinstance(value, jax.core.Tracer)
+        traced = traced or jnp.issubdtype(value.dtype, jax.dtypes.prng_key)  # a secret
         return f"{value.dtype}{list(value.shape)}" if traced else f"{value}"
     return getattr(value, "__qualname__", None) or reprlib.repr(value)
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import traceback
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax._src import (
     core,
+    dtypes,
     hijax,
     linear_util,
     pjit,
@@ -146,17 +148,34 @@ def trace_at_hand(x: jax.Array) -> Iterator[None]:
         yield
 
 
-def define_keys(name: str, tag: str, words: int) -> tuple[Any, Any]:
-    """A kind of random keys without randomness, and its dtype, which prints as ``tag``.
+@contextlib.contextmanager
+def trace_of(*arrays: Any) -> Iterator[None]:
+    """A context for operations in the trace that these belong to.
+
+    JAX has left it where it asks types of others (hijax) for the arrays that they hold.
+    """
+    traced = [x for x in arrays if isinstance(x, jax.core.Tracer)]
+    with core.set_current_trace(traced[0]._trace if traced else core.eval_trace):
+        yield
+
+
+def define_keys(name: str, tag: Callable[[], str], words: int) -> tuple[Any, Any]:
+    """A kind of random keys without randomness, and its dtype, which prints as ``tag()``.
 
     Each is ``words`` of uint32. ``jax.random.key_impl``, and so Orbax, gives its name.
     """
 
     def refuse(*_: object) -> NoReturn:
-        raise TypeError(f"these are {tag}")
+        raise TypeError(f"these are {tag()}")
 
-    options = {"seed": refuse, "split": refuse, "random_bits": refuse, "fold_in": refuse}
-    spec: Any = define_prng_impl(key_shape=(words,), **options, name=name, tag=tag)
+    options: dict[str, Any] = {
+        "seed": refuse,
+        "split": refuse,
+        "random_bits": refuse,
+        "fold_in": refuse,
+    }
+    options |= {"name": name, "tag": tag}
+    spec: Any = define_prng_impl(key_shape=(words,), **options)
     # One of that name is there if the package has been imported before.
     spec._impl = prng.prngs.setdefault(name, _Kind(*spec._impl))
     return spec, prng.KeyTy(spec._impl)
@@ -165,11 +184,24 @@ def define_keys(name: str, tag: str, words: int) -> tuple[Any, Any]:
 class _Kind(prng.PRNGImpl):
     """A kind of keys that are filled with nothing but zeros, as by ``jnp.zeros_like``."""
 
+    arrays = KeyArray  #: the class of arrays of these keys
+
+    @property
+    def tag(self) -> str:  # type: ignore[override]
+        return self[-1]()  # type: ignore
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     @property
     def key_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        # `jnp.ones_like` asks for it in `KeyTyRules.full`, and nothing else of ours. Should
-        # that be renamed, ones are rows out of range, and a test fails.
+        # `jnp.ones_like` asks for it in `KeyTyRules.full`, and nothing else of ours; the
+        # constructor of arrays asks, too. Should these be renamed, ones are rows out of
+        # range, `jnp.stack(keys).mean(0)` has an error without advice, and tests fail.
         frame = sys._getframe(1)
+        made = getattr(frame.f_back, "f_locals", {}).get("self")
+        if type(made) is KeyArray:  # the result of an operation
+            made.__class__ = self.arrays
         if frame.f_code.co_name == "full":
             number = frame.f_locals.get("fill_value", 0)
             if isinstance(number, jax.core.Tracer) or np.any(number):
@@ -200,6 +232,13 @@ def register_key_arrays(
         kind, lambda x: ((x._base_array,), x._impl), unflatten
     )
     pxla.shard_arg_handlers[kind] = pxla.shard_arg_handlers[KeyArray]
+    _Kind.arrays = kind
+
+
+def set_type_of(kind: type, type_of: Callable[[Any], Any]) -> None:
+    """Let ``jax.typeof`` and ``jax.lax`` call ``type_of`` for objects of ``kind``."""
+    core.pytype_aval_mappings[kind] = type_of
+    dtypes.register_canonicalize_value_handler(kind, type_of)
 
 
 def constants(program: Program) -> Sequence[Any]:
@@ -259,14 +298,14 @@ def bind(
     """
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    traceback = eqn.source_info.traceback
+    trace = eqn.source_info.traceback
     around = jax.sharding.get_abstract_mesh()
     mesh = around if _is_auto(around) else eqn.ctx.cur_abstract_mesh
     run: Any = functools.partial(eqn.primitive.bind, **params)
     if as_function:
         run = _function(eqn.primitive, tuple(params.items()))
     with (
-        source_info_util.user_context(traceback, name_stack=stack),
+        source_info_util.user_context(trace, name_stack=stack),
         eqn.ctx.manager,
         jax.sharding.use_abstract_mesh(mesh),
     ):
@@ -376,10 +415,10 @@ def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, A
 
 def user_line(source: Source) -> UserLine:
     """The line of the user's program that made an equation with this ``source_info``."""
-    traceback: Any = getattr(source, "traceback", None)
-    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()
+    trace: Any = getattr(source, "traceback", None)
+    frames = zip(*trace.raw_frames(), strict=True) if trace else ()
     return pick_user_line(
-        (code.co_filename, traceback.code_addr2line(code, at)) for code, at in frames
+        (code.co_filename, trace.code_addr2line(code, at)) for code, at in frames
     )
 
 
@@ -567,6 +606,36 @@ def called_by_any_jax_operator() -> bool:
     return name.startswith("_operator_") or name == "deferring_binary_op"
 
 
+#: What to type for functions that map over two trees.
+_OF_TREES = (
+    "jslices.adam for optax.adam (and so on), jslices.apply_updates for eqx.apply_updates, "
+    "jslices.optim.multi_steps for optax.MultiSteps, jslices.tree.map for jax.tree.map"
+)
+#: Optax's name -> ours, where they differ.
+_OF_OPTAX = {
+    "clip_by_global_norm": "jslices.optim.clip_global_norm",
+    "scale": "jslices.sgd or jslices.optim.scale",
+    "scale_by_rms": "jslices.rmsprop",
+    "scale_by_rss": "jslices.adagrad",
+    "scale_by_schedule": "jslices.sgd or jslices.optim.scale",
+    "trace": "jslices.sgd",
+}
+
+
+def instead_of_optax() -> str | None:
+    """What to type for the innermost transformation of Optax that is running, if any."""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        name, is_update, _ = frame.f_code.co_qualname.partition(".<locals>.update")
+        if is_update and frame.f_globals.get("__name__", "").startswith("optax."):
+            ours, scaled = sys.modules["jslices.optim"], name.removeprefix("scale_by_")
+            if name in _OF_OPTAX or hasattr(ours, name):
+                return f"{_OF_OPTAX.get(name, f'jslices.optim.{name}')} for optax.{name}"
+            if hasattr(ours, scaled):
+                return f"jslices.{scaled} for optax.{scaled} (and so on)"
+            return f"jslices.from_optax(optax.{name}(...))"
+    return None
+
+
 # Where two trees differ JAX's error does not mention slices. It calls only ``tree_flatten``
 # of ours, so slices say there what to type instead. The name is that of JAX 0.10 and 0.12;
 # should it change, JAX's own error comes back, and tests fail.
@@ -592,10 +661,6 @@ def refuse_other_tree(slices: Any) -> None:
     zeros = "; no gradient comes into it: sparse=False in jslices.grad gives zeros"
     raise ValueError(
         f"different types at key path {path or '[]'}: IndexedSlices, where another tree "
-        f"has {instead}{zeros if has_no_rows else ''}; "
-        "type jslices.adam for optax.adam (and so on), "
-        "jslices.apply_updates for eqx.apply_updates, "
-        "jslices.optim.partition and masked for those of Optax with a function, "
-        "jslices.optim.multi_steps for optax.MultiSteps, jslices.tree.map for "
-        "jax.tree.map, and jslices.from_optax(tx) for any other transformation"
+        f"has {instead}{zeros if has_no_rows else ''}; type "
+        + (instead_of_optax() or _OF_TREES)
     )

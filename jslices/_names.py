@@ -19,6 +19,8 @@ _INSTEAD = {
     "pmean": "jslices.all_reduce_slices(grads, axis)",
     "lookup": "jslices.embedding_lookup",
     "Optimizer": "jslices.keras.Optimizer",
+    "LazyAdam": "jslices.adam",
+    "SparseAdam": "jslices.adam",
 }
 
 
@@ -39,7 +41,8 @@ def no_such_name(module: str, name: str) -> NoReturn:
         if not (public.startswith("_") or isinstance(value, ModuleType))
     }
     bare = name.removeprefix("tree_")
-    near = [bare] if bare in names else difflib.get_close_matches(name, names, 1, 0.8)
+    bare = bare if bare in names else bare.lower()  # the classes of PyTorch and Keras
+    near = [bare] if bare in names else difflib.get_close_matches(bare, names, 1, 0.8)
     if hint is None and near:
         hint = names[near[0]]
     raise AttributeError(text if hint is None else f"{text}; type {hint}")

@@ -9,6 +9,7 @@ What all notebooks share is written into them here: the first cell, which instal
 package where it is missing, and the address behind the badge in the second. A digest of the
 code is stored beside the outputs, so that a test can say when they are stale. The picture
 of the cell tagged ``cover`` (or the first one) also goes into pictures/, for README.md.
+What a picture shows, for those who cannot see it, is ``alt`` in the metadata of its cell.
 """
 
 import argparse

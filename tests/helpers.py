@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,13 @@ def cost_on(device, step, *args, donate_argnums=()):
     """The ``Cost`` of a step compiled for a device; see :func:`needs_device`."""
     needs_device(device)
     step = jax.jit(step, donate_argnums=donate_argnums)
-    with target(device).compiling():
+    with jax.default_device(target(device).devices[0]):
         return cost_of(step.lower(*target(device).place(args)).compile())
+
+
+def traced_as_on(platform):
+    """In this context steps are traced as where JAX's default device is a ``platform``."""
+    return mock.patch.object(jax, "default_backend", lambda: platform)
 
 
 def fast_jit(f, **options):

@@ -15,6 +15,7 @@ from helpers import cost_on, needs_device, slow_unless
 
 import jslices as js
 from jslices import dynamic
+from jslices.proof.cost import cost_of
 from jslices.proof.targets import target
 
 V, K = 1_000_000, 2_000  # with more ids compilers take longer
@@ -197,9 +198,29 @@ def test_what_a_step_returns_is_row_major():
     needs_device("v5e")
     tx = js.adam(0.1)
     args = target("v5e").place(arguments(tx, (64,)))  # by columns, as a TPU prefers
-    with target("v5e").compiling():  # as on a TPU
+    with jax.default_device(target("v5e").devices[0]):
         lowered = jax.jit(training(tx)).lower(*args)
     params, state, _ = lowered.compile().output_formats
+    for x in (params["table"], state.mu["table"], state.nu["table"]):
+        assert x.layout.major_to_minor == (0, 1)
+
+
+@pytest.mark.parametrize("untouched, dim", [("lazy", 16), ("exact", 64)])
+def test_the_types_of_arrays_on_a_mesh_suffice_to_compile_for_its_tpus(untouched, dim):
+    needs_device("v5e:2x2")
+    tx, mesh = js.adam(0.1, untouched=untouched), target("v5e:2x2").mesh
+    by_rows = jax.NamedSharding(mesh, jax.P(*mesh.axis_names))
+
+    def placed(x):
+        where = by_rows if x.size >= K else jax.NamedSharding(mesh, jax.P())
+        return S(x.shape, x.dtype, sharding=where)
+
+    args = js.row_major(jax.tree.map(placed, arguments(tx, (dim,))))
+    loss = lambda params, ids: jnp.mean(jnp.tanh(params["table"][ids]) ** 2)  # noqa: E731
+    step = js.optim.exact_step(loss, tx, exchange=js.Exchange(*mesh.axis_names))
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+    assert cost_of(compiled).copies == 0
+    params, state, _ = compiled.output_formats
     for x in (params["table"], state.mu["table"], state.nu["table"]):
         assert x.layout.major_to_minor == (0, 1)
 
@@ -342,7 +363,7 @@ def test_no_two_additions_race(device, name, ids, rows):
         return js.apply_updates(table, updates), state
 
     found = target(device)
-    with found.compiling():
+    with jax.default_device(found.devices[0]):
         text = jax.jit(step).lower(*found.place(args)).compile().as_text()
     assert " scatter(" in text and not float_additions(text)
 

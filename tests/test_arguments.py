@@ -31,6 +31,9 @@ WRONG = {
         ("eps eps_root initial_scale initial_accumulator_value", NO_STRENGTHS),
         ("l1_regularization_strength l2_regularization_strength", NO_STRENGTHS),
         ("l2_shrinkage_regularization_strength decay_rate", NO_STRENGTHS),
+        ("noise_multiplier", NO_STRENGTHS),
+        ("l2_norm_clip expected_batch_size", [*NO_STRENGTHS, 0.0]),
+        ("key", [7, "seed", None]),
         ("learning_rate_power", [*NO_NUMBERS, 0.5, math.nan]),
         ("clipping_threshold", [x for x in NO_STRENGTHS if x is not None]),
         ("mu_dtype accumulator_dtype dtype_momentum", NO_DTYPES),
@@ -60,7 +63,8 @@ NEEDED = {
     **dict.fromkeys(("tx", "inner", "opt"), js.sgd(0.1)),
     **{"transforms": {"table": js.sgd(0.1)}, "param_labels": "table", "mask": True},
     **{"every_k_schedule": 2, "grads": TABLE},
-    **{"dtype": "float32", "frozen": jnp.ones(4, bool)},
+    **{"dtype": "float32", "frozen": jnp.ones(4, bool), "key": jax.random.key(0)},
+    **{"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 8},
 }
 MAKERS = {
     name: make

@@ -16,6 +16,7 @@ from jslices.bench.command import DENSE, KEPT, ROWS, TENTH, heading, what_fits
 from jslices.bench.measure import COPY_BYTES, PROCESS_BYTES, Side, compile_step
 from jslices.bench.sizes import Sizes, available, optimizer_names, plan_of
 
+HALF = "ms of half of the steps, from"
 TINY = ("--rows", "2e3", "--dim", "8", "--ids", "1e2")
 
 
@@ -34,7 +35,7 @@ def bench(capsys):
 
 def figures(out):
     """``{name: [row gradients, memory kept, dense gradients, ratio]}``."""
-    lines = out.split("\n\n")[0].splitlines()[3:15]
+    lines = out.split("\n\n")[0].splitlines()[3:17]
     return {cells[0]: cells[1:] for cells in (re.split(r"  +", line) for line in lines)}
 
 
@@ -57,10 +58,12 @@ def test_all_figures(bench):
     dense_slow, dense_quick = dense_ms + 0.00051, dense_ms - 0.00051
     ratio = number(table["median ms of a step"][3])
     assert dense_quick / slow - 0.0051 <= ratio <= dense_slow / quick + 0.0051
-    kept = number(re.search(r"a step then takes ([\d.]+) times as long", out)[1])
-    assert (kept_ms - 0.00051) / slow - 0.0051 <= kept
-    assert kept <= (kept_ms + 0.00051) / quick + 0.0051
-    assert "begin the program with: import jslices; jslices.keep_memory()" in out
+    if kept_ms > row_ms:  # the hint is for sizes at which it helps
+        assert "keep_memory" not in out
+    if kept_ms < 0.8 * row_ms:
+        assert "begin the program with: import jslices; jslices.keep_memory()" in out
+    from_ms, to_ms = (number(table[name][0]) for name in (HALF, "to"))
+    assert from_ms <= row_ms <= to_ms
     assert table["timed steps"] == ["23", "23", "23", "-"]
     ids_a_second = number(table["ids a second"][0])
     assert 1e5 / slow - 1 <= ids_a_second <= 1e5 / quick + 1
@@ -105,7 +108,7 @@ def test_dense_stops_in_time_and_nothing_tells_or_keeps_the_memory(bench, monkey
     assert table["timed steps"] == ["20", "-", "1", "-"]
     assert "to keep memory" not in out
     assert "dense steps timed: only 1, as they took 1e-09 s" in out
-    assert "100 ids a step (uniform)" in out
+    assert "100 ids a step (uniform, 2,000 rows used)" in out
     assert table["table"][0] == "32.0 KB"
     assert table["temporaries of the step"][::2] == ["-", "-"]
 

@@ -24,6 +24,7 @@ PYTHON = [page for page in PAGES if "```python\n" in (DOCS / page).read_text()]
 ELSEWHERE = {
     "coming_from/keras.md": "tests/test_keras.py",
     "accelerators.md": "tests/test_devices.py",
+    "jax_grad.md": "tests/test_experimental.py",
     "keras.md": "tests/test_keras.py",
     "models/equinox.md": "tests/test_model_pages.py",
     "models/haiku.md": "tests/test_model_pages.py",

@@ -14,6 +14,9 @@ from jax import export, lax
 import jslices as js
 from jslices._rows.sums import BLOCK, ONE_BLOCK, add_rows, starts_of_runs, sums_of_runs
 
+# Programs for a TPU are traced here for the platform at hand.
+pytestmark = pytest.mark.filterwarnings("ignore:this program is compiled for a TPU")
+
 
 def elsewhere(*args, cpu, default):
     return default(*args)

@@ -26,6 +26,7 @@ def loss(params, ids):
 
 
 grad = jax.jit(js.grad(loss))
+IDS = jnp.array([3, 5])
 G1, G2 = (grad(PARAMS, jnp.array(ids)) for ids in ([3, 5], [4, 7]))
 ROWS, EAGER = G1["table"], js.IndexedSlices(jnp.ones((2, D)), jnp.array([3, 5]), (V, D))
 STACKED = jax.tree.map(lambda *x: jnp.stack(x), G1, G2)
@@ -68,6 +69,7 @@ REFUSED = {
     "psum": lambda: batch(lambda g: jax.lax.psum(g, "b")),
     "pmean": lambda: batch(lambda g: jax.lax.pmean(g, "b")),
     "scan": scanned,
+    "mean of stacked ones": lambda: jax.tree.map(lambda *x: jnp.stack(x).mean(0), G1, G2),
     "sum of vmap": lambda: jax.tree.map(lambda x: x.sum(0), STACKED),
     "mean of vmap": lambda: jax.tree.map(lambda x: x.mean(0), STACKED),
 }
@@ -85,14 +87,18 @@ def test_row_numbers_are_not_added(name, jit):
     if jit and name == "numpy":
         return
     call = jax.jit(REFUSED[name]) if jit else REFUSED[name]
-    with pytest.raises((TypeError, ValueError), match="row numbers of IndexedSlices: type"):
+    with pytest.raises(
+        (TypeError, ValueError),
+        match="row numbers of IndexedSlices, which have no arithmetic: type",
+    ):
         call()
 
 
 @pytest.mark.parametrize("name", ["adam", "momentum"])
 def test_an_optimizer_of_optax_names_ours_first(name):
     tx = optax.adam(0.1) if name == "adam" else optax.sgd(0.1, momentum=0.9)
-    with pytest.raises(ValueError, match=r"has an array; type jslices.adam for optax.adam"):
+    ours = "jslices.adam for optax.adam" if name == "adam" else "jslices.sgd for optax.tr"
+    with pytest.raises(ValueError, match=f"has an array; type {ours}"):
         step(tx)
 
 
@@ -231,6 +237,39 @@ SAYS = {
     "bool": (lambda: 1 if EAGER else 2, "grad is None"),
     "plot": (lambda: EAGER[:, 0], "to_dense"),
     "assign": (lambda: setattr(EAGER, "values", 1), "with_values"),
+    "block_until_ready": (lambda: ROWS.block_until_ready(), "jax.block_until_ready"),
+    "tolist": (lambda: EAGER.tolist(), r"to_dense\(\).tolist"),
+    "numpy's of other libraries": (lambda: EAGER.numpy(), "object has no attribute"),
+    "dlpack": (lambda: np.from_dlpack(EAGER), r"no from_dlpack.*to_dense\(\) first"),
+    "lax.add": (lambda: jax.lax.add(EAGER, EAGER), r"of jax.lax: .*to_dense\(\) first"),
+    "typeof": (lambda: jax.typeof(ROWS), r"no jax.typeof.*to_dense\(\) first"),
+    "a norm of a leaf": (
+        lambda: jax.tree.map(np.linalg.norm, G1),
+        r"np.norm got row numbers",
+    ),
+    "a pair": (
+        lambda: js.sgd(0.1).apply(js.value_and_grad(loss)(PARAMS, IDS), (), PARAMS),
+        "tx.apply got a pair.*unpack it: value, grads",
+    ),
+    "a pair of update": (
+        lambda: js.adam(0.1).update((1.0, G1), js.adam(0.1).init(PARAMS), PARAMS),
+        "tx.update got a pair",
+    ),
+    "updates and state": (
+        lambda: js.apply_updates(PARAMS, js.sgd(1.0).update(G1, js.sgd(1.0).init(PARAMS))),
+        "apply_updates got a pair.*updates, state = tx.update",
+    ),
+    "ragged": (
+        lambda: js.embedding_lookup(TABLE, [[1, 2], [3]]),
+        r"embedding_lookup got ids of different lengths.*embedding_lookup_sparse",
+    ),
+    "scalars have no rows": (
+        lambda: js.optim.clip_row_norms(1.0).update({"w": ROWS, "bias": jnp.ones(())}, ()),
+        r"got a scalar at \['bias'\]; .*jslices.optim.masked",
+    ),
+    "classes": (lambda: js.optim.Adam, "type jslices.optim.adam$"),
+    "all capitals": (lambda: js.SGD, "type jslices.sgd$"),
+    "SparseAdam": (lambda: js.optim.SparseAdam, "type jslices.adam$"),
     "update": (lambda: js.sgd(0.1).update(G1), r"update\(\):? missing .*'state'"),
     "slices alone": (
         lambda: js.sgd(0.1).update(ROWS, js.sgd(0.1).init(PARAMS), PARAMS),
@@ -261,8 +300,22 @@ SAYS = {
 @pytest.mark.parametrize("name", SAYS)
 def test_errors_say_what_to_type(name):
     call, message = SAYS[name]
-    with pytest.raises((TypeError, AttributeError), match=message):
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
         call()
+
+
+@pytest.mark.parametrize("f", [np.abs, np.max, np.isnan, np.sqrt, np.median])
+def test_functions_of_numpy_make_an_array(f):
+    with pytest.warns(js.DensificationWarning, match="turned 2 rows into a dense array"):
+        made = f(EAGER)
+    np.testing.assert_array_equal(made, f(np.asarray(EAGER.to_dense())))
+
+
+def test_operators_of_numpy_stay_sparse():
+    assert js.is_slices(np.float32(2) * EAGER) and js.is_slices(EAGER * np.float32(2))
+    ones = np.ones((V, D), np.float32)
+    assert_close(ones + EAGER, ones + EAGER.to_dense())  # without a warning
+    assert_close(ones - EAGER, ones - EAGER.to_dense())
 
 
 def test_repr_shows_the_first_rows():

@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import traced_as_on
 from jax.experimental.layout import Format, Layout
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 import jslices as js
+
+needs_constraints = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 1), reason="jit cannot donate to constrained layouts"
+)
 
 
 def by_columns(x):
@@ -83,6 +88,41 @@ def test_the_state_of_a_row_major_table_is_row_major():
     table = jnp.ones((640, 3))
     state = js.adam(0.1).init({"table": table})
     assert order(state.mu["table"]) == (0, 1)
+
+
+@needs_constraints
+def test_types_of_arrays_on_a_mesh_tell_that_a_program_is_for_a_tpu():
+    tpu = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    for device, wanted in ((tpu, True), (None, False)):
+        mesh = AbstractMesh((2,), ("x",), abstract_device=device)
+        split = jax.NamedSharding(mesh, jax.P("x"))
+        struct = jax.ShapeDtypeStruct((640, 3), jnp.float32, sharding=split)
+        program = jax.make_jaxpr(js.row_major)(struct)
+        assert ("layout_constraint" in str(program)) == wanted
+
+
+@needs_constraints
+def test_a_program_for_a_tpu_that_its_trace_did_not_know_of_is_noticed():
+    tx = js.sgd(0.1)
+
+    def step(table, state, ids):
+        return tx.apply(js.grad(lambda table: table[ids].sum())(table), state, table)
+
+    def lowered(dim):
+        table = jax.ShapeDtypeStruct((646, dim), jnp.float32)
+        args = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((9,), jnp.int32)
+        traced = jax.jit(step).trace(*args)
+        return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+    lowered(128)  # is laid out by rows anyway
+    said = (
+        r"compiled for a TPU but was traced for a cpu: the TPU returns its table of shape "
+        r"\(646, 3\) by columns, .*Lower it within jax.default_device\(tpu\)"
+    )
+    with pytest.warns(js.optim.PerformanceHint, match=said):
+        lowered(3)
+    with traced_as_on("tpu"):
+        assert "LayoutConstraint" in lowered(5)
 
 
 def test_a_table_by_columns_is_noticed_once():

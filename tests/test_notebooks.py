@@ -37,6 +37,10 @@ def test_shows_what_its_code_shows_today(name):
     stale = f"the outputs of {name} are stale: python notebooks/run.py {name}"
     assert notebook.metadata.get("code_digest") == run.digest(notebook), stale
     assert pictures(notebook), f"{name} shows no plot"
+    for cell in notebook.cells:
+        if pictures(nbformat.from_dict({"cells": [cell]})):
+            alt = cell.metadata.get("alt", "")
+            assert len(alt) > 40, f"no alt in metadata: {cell.source}"
     shown = str(outputs(notebook))
     assert "Traceback" not in shown
     assert not re.search(r"/(tmp|home|root|var|usr)/", shown), f"{name} shows a path"

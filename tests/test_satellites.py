@@ -11,13 +11,13 @@ import jslices as js
 ROOT = pathlib.Path(js.__file__).parent
 SATELLITES: tuple[str, ...] = (
     *("accumulators", "checkpoint", "_host_table", "tf1", "keras", "tables"),
-    "dynamic",
+    *("dynamic", "experimental"),
     *("bench", "demo"),
 )
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (
     *("accumulators", "checkpoint", "checkpoint.boxes", "checkpoint.files", "extend"),
-    *("dynamic", "dynamic.host"),
+    *("dynamic", "dynamic.host", "experimental"),
     *("keras", "optim", "proof.cost", "proof.targets", "tables", "testing", "tf1", "tree"),
 )
 

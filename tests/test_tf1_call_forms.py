@@ -5,6 +5,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jslices as js
@@ -142,7 +143,9 @@ REFUSED = {
     "GradientTape": (lambda: tf.GradientTape(), AttributeError, "js?lices.value_and_grad"),
     "gradients": (lambda: tf.gradients, AttributeError, "value_and_grad"),
     "Session": (lambda: tf.Session(), AttributeError, r"tf\.transform\(fn\); variables ="),
-    "reduce_sum": (lambda: tf.reduce_sum, AttributeError, "jax.numpy, jax.nn and jax.lax"),
+    "reduce_sum": (lambda: tf.reduce_sum, AttributeError, "jax.numpy.sum, whose arguments"),
+    "layers": (lambda: tf.layers.dense, AttributeError, "tf.get_variable and tf.matmul"),
+    "of another kind": (lambda: tf.audio, AttributeError, "no function of this name"),
     "AdamOptimizer": (
         lambda: tf.train.AdamOptimizer(1e-3), AttributeError, r"jslices\.adam\(rate",
     ),
@@ -205,6 +208,84 @@ def test_says_what_to_type(form):
         run(call)
 
 
+X, LOGITS = jnp.array([[1.0, -2.0], [3.0, 0.0]]), jnp.array([[1.0, -2.0], [3.0, 0.5]])
+#: The arguments, and the result of TensorFlow 2.21's ``tf.compat.v1``.
+ADVICE = {
+    "add_n": (dict(inputs=[X, X]), 2 * X),
+    "cast": (dict(x=X, dtype="int32"), X),
+    "fill": (dict(dims=(2,), value=7.0), [7, 7]),
+    "floor_div": (dict(x=X, y=2.0), [[0, -1], [1, 0]]),
+    "gather_nd": (dict(x=X, indices=jnp.array([[0, 1], [1, 0]])), [-2, 3]),
+    "identity": (dict(x=X), X),
+    "map_fn": (dict(fn=lambda row: 2 * row, elems=X), 2 * X),
+    "range": (dict(start=1, limit=7, delta=2), [1, 3, 5]),
+    "rank": (dict(x=X), 2),
+    "scatter_nd": (
+        dict(shape=(2, 2), indices=jnp.array([[0, 1], [1, 0], [0, 1]]),
+             updates=jnp.array([1.0, 2.0, 3.0])),
+        [[0, 4], [2, 0]],
+    ),
+    "sequence_mask": (dict(lengths=jnp.array([1, 2]), maxlen=3), [[1, 0, 0], [1, 1, 0]]),
+    "slice": (dict(x=X, begin=(0, 1), size=(2, 1)), [[-2], [0]]),
+    "sparse_tensor_to_dense": (
+        dict(shape=(2, 2), indices=jnp.array([[0, 1], [1, 0]]),
+             values=jnp.array([1.0, 2.0])),
+        [[0, 1], [2, 0]],
+    ),
+    "squared_difference": (dict(x=X, y=LOGITS), [[0, 0], [0, 0.25]]),
+    "unsorted_segment_sum": (
+        dict(data=X, segment_ids=jnp.array([1, 1]), num_segments=2), [[0, 0], [4, -2]],
+    ),
+    "nn.in_top_k": (
+        dict(predictions=LOGITS, targets=jnp.array([1, 0]), k=1), [False, True],
+    ),
+    "nn.l2_loss": (dict(x=X), 7),
+    "nn.l2_normalize": (dict(x=X, axis=1), [[0.4472136, -0.8944272], [1, 0]]),
+    "nn.moments": (dict(x=X, axes=0), [[2, -1], [1, 1]]),
+    "nn.sigmoid_cross_entropy_with_logits": (
+        dict(logits=LOGITS, labels=jnp.array([[1.0, 0.0], [0.25, 0.75]])),
+        [[0.31326169, 0.126928], [2.29858732, 0.59907699]],
+    ),
+    "nn.softmax_cross_entropy_with_logits_v2": (
+        dict(logits=LOGITS, labels=jnp.array([[1.0, 0.0], [0.25, 0.75]])),
+        [0.04858733, 1.95388985],
+    ),
+    "nn.sparse_softmax_cross_entropy_with_logits": (
+        dict(logits=LOGITS, labels=jnp.array([1, 0])), [3.04858732, 0.07888975],
+    ),
+    "nn.xw_plus_b": (
+        dict(x=X, weights=LOGITS, biases=jnp.array([1.0, 2.0])), [[-4, -1], [4, -4]],
+    ),
+    "nn.zero_fraction": (dict(x=X), 0.25),
+    "train.cosine_decay": (dict(alpha=0.1), 0.11590098),
+    "train.exponential_decay": ({}, 0.46201053),
+    "train.inverse_time_decay": ({}, 0.29850748),
+    "train.natural_exp_decay": ({}, 0.2545782),
+    "train.polynomial_decay": (dict(end_rate=0.1, power=2.0), 0.125),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_to_type_gives_what_tensorflow_gives(name):
+    arguments, expected = ADVICE[name]
+    schedule = dict(rate=0.5, decay_steps=4, decay_rate=0.9)
+    home, _, bare = name.rpartition(".")
+    with pytest.raises(AttributeError) as caught:
+        getattr(getattr(tf, home) if home else tf, bare)
+    text = str(caught.value).partition(": ")[2]
+    with jax.numpy_rank_promotion("allow"):  # as programs have it
+        out = eval(text, {"jax": jax, "optax": optax, **schedule, **arguments})
+        out = out(3) if callable(out) else out
+    np.testing.assert_allclose(jnp.asarray(out), expected, rtol=1e-5)
+
+
+def test_a_shape_that_is_a_constant():
+    shape = tf.constant([2, 3])
+    assert tf.zeros(shape).shape == tf.random_normal(shape, seed=1).shape == (2, 3)
+    with pytest.raises(TypeError, match=r"known before tracing.*write the list itself"):
+        jax.jit(lambda: tf.zeros(tf.constant([2])))()
+
+
 def test_under_jit_there_are_no_values():
     model = tf.transform(lambda: (variable().device, variable().eval()))
     with pytest.raises(RuntimeError, match=r"eval\(\) of v_1:0 .*use value\(\)"):
@@ -229,7 +310,8 @@ def test_the_saver_of_the_page(tmp_path):
     restored = saver.restore(sess=cleared, save_path=path)
     assert restored["v1"].tolist() == [1, 1]
     assert saver.restore(path, cleared)["v1"].tolist() == [1, 1]  # as js.Saver's
-    nothing = tf.train.Saver(allow_empty=True)
+    nothing = tf.train.Saver(allow_empty=True, write_version=tf.train.SaverDef.V2)
+    assert nothing.restore({}, str(tmp_path / "empty")) == {}
     assert nothing.save({}, str(tmp_path / "empty")) is None
     assert tf.train.Saver([], allow_empty=True).save(variables, "empty") is None
     assert not (tmp_path / "empty").exists()

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import as_users, assert_close, fast_jit, slow_unless
+from helpers import as_users, assert_close, fast_jit, slow_unless, traced_as_on
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jslices as js
-from jslices._place.boundary import compiling_for
 
 V, D, K, STEPS = 50, 3, 8, 40
 RNG = np.random.default_rng(1)
@@ -282,7 +281,7 @@ def test_what_row_numbers_follow_from_catches_up_first(platform):
 
         return fast_jit(step)
 
-    with compiling_for(platform):
+    with traced_as_on(platform):
         steps = [fast_jit(js.train_step(loss, STEER)) for loss in losses]
         turns = [0, 1, 1, 2, 2]
         ahead = []
@@ -367,7 +366,7 @@ def test_rows_are_written_once(name, platform):
     step = as_users(js.train_step(of_one_table, tx), donate_argnums=(0, 1))
     params = {name: PARAMS[name] for name in ("a", "w")}
     mine, other = copied((params, tx.init(params))), (params, tx.init(params))
-    with compiling_for(platform):
+    with traced_as_on(platform):
         step = step.lower(*mine, IDS[0], LABELS[0]).compile()
     written = re.findall(rf"= f32\[{V},{D}\]\S* scatter\(", step.as_text())
     assert len(written) == writes
@@ -428,7 +427,7 @@ def as_on(platform, name, options, rate):
         end, values = jax.lax.scan(body, (params, tx.init(params)), IDS[:6] % (V - 10))
         return tx.flush(*end)[0], values
 
-    with compiling_for(platform):
+    with traced_as_on(platform):
         return fast_jit(lambda rate: jax.jvp(run, (rate,), (1.0,)))(rate)
 
 
@@ -538,7 +537,7 @@ def test_is_in_place():
     adam = js.adam(0.03, untouched="exact")
     step = js.train_step(loss, adam)
     args = params, adam.init(params), IDS[0], LABELS[0]
-    js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))
+    js.testing.assert_in_place(step, *args, donate_argnums=(0, 1), min_bytes=V)  # clocks
     table = jnp.ones((5000, 64))  # all rows do the step
     args = table, EXACT.init(table), jnp.zeros(5000, jnp.int32)
     step = js.train_step(squares, EXACT)

@@ -37,6 +37,7 @@ from jslices._grad.views import (
 )
 from jslices._jax import Atom, Equation
 from jslices._lookup.mark import mark_p
+from jslices._place.boundary import row_major_p
 from jslices._rows.access import (
     INT32_MAX,
     canonical_indices,
@@ -732,7 +733,7 @@ def _same_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     return list(operands)
 
 
-RULES[mark_p] = _same_rows
+RULES[mark_p] = RULES[row_major_p] = _same_rows
 
 
 @rule_for("call_hi_primitive")

@@ -22,6 +22,7 @@ from jslices._rows.access import (
     take_rows,
 )
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
+from jslices._slices.tables import is_table
 
 #: A table, or its shards.
 Tables = jax.Array | Sequence[jax.Array]
@@ -154,7 +155,7 @@ def read_rows(
         refuse_bad_ids(original, count, caller, "ids", exempt)
     line = current_user_line()
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):
-        tables = [mark_table(table, ids.size, line) for table in tables]
+        tables = [x if is_table(x) else mark_table(x, ids.size, line) for x in tables]
     rows = _read(tables, ids, keep, strategy=strategy, mode=mode, count=count)
     if max_norm is None:
         return rows
@@ -200,7 +201,9 @@ def _read_shards(
     return rows
 
 
-def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
+def _take(table: Any, ids: jax.Array, **how: Any) -> jax.Array:
+    if is_table(table):
+        return table.rows_at(ids, **how)  # type: ignore[no-any-return]
     rows = take_rows(table, ids, **how)
     if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
         return rows
@@ -240,7 +243,7 @@ def as_tables(params: Tables, caller: str) -> list[jax.Array]:
             f"{caller} wants a table or a list of shards, got a {type(params).__name__}"
         )
     shards = params if isinstance(params, list | tuple) else [params]
-    tables = [jnp.asarray(shard) for shard in shards]
+    tables: Any = [x if is_table(x) else jnp.asarray(x) for x in shards]
     if any(table.ndim < 1 for table in tables):
         raise ValueError(f"{caller} wants a table [V, *D], got a scalar")
     kinds = {(table.dtype, table.shape[1:]) for table in tables}

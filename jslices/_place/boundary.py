@@ -13,7 +13,6 @@ Outside of ``jax.jit`` a function at the boundary runs as one program (:func:`on
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -33,6 +32,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jslices._jax import (
     CONSTRAINS_LAYOUTS,
     flatten,
+    identity_primitive,
     is_staged,
     split_alike,
     usual_promotion,
@@ -45,9 +45,8 @@ R = TypeVar("R")
 
 #: An array counts as a table if it has so many rows for each element of a row.
 TALL = 32
-_compiling_for: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "jslices_compiling_for", default=None
-)
+#: Marks a result that would be row-major if the program were traced for a TPU.
+row_major_p = identity_primitive("jslices_row_major")
 
 
 def explicit_mesh(*trees: PyTree) -> AbstractMesh | None:
@@ -443,9 +442,13 @@ def row_major_array(x: Leaf) -> Any:
     layout = Layout(tuple(range(x.ndim)))
     if isinstance(x, jax.core.Tracer):
         # Elsewhere arrays are row-major already, and XLA's operation for it would be one
-        # that jax.export does not guarantee.
-        constrains = CONSTRAINS_LAYOUTS and platform_at_hand() == "tpu"
-        return with_layout_constraint(x, layout) if constrains else x
+        # that jax.export does not guarantee. A lowering rule comes too late: JAX reads the
+        # layouts of results from its own equations.
+        if not CONSTRAINS_LAYOUTS:
+            return x
+        if platform_of(x) == "tpu":
+            return with_layout_constraint(x, layout)
+        return row_major_p.bind(x)
     sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
     placed = Format(layout, sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -482,16 +485,16 @@ def is_tall(x: Aval) -> bool:
 # --- platforms ---
 
 
-def platform_at_hand() -> str:
-    """``cpu``, ``gpu`` or ``tpu``: the default device's, or the compilation target's."""
-    return _compiling_for.get() or jax.default_backend()
+def platform_of(*arrays: Aval) -> str:
+    """``cpu``, ``gpu`` or ``tpu``: where a program that is being traced will run.
 
-
-@contextlib.contextmanager
-def compiling_for(platform: str) -> Iterator[None]:
-    """Within this context programs are traced for a target, which need not exist here."""
-    token = _compiling_for.set(platform)
-    try:
-        yield
-    finally:
-        _compiling_for.reset(token)
+    The types of arrays on a mesh tell, then the mesh in context, ``jax.default_device`` and
+    JAX's default. (The types of arrays that are on one device without a mesh do not.)
+    """
+    avals = (jax.typeof(x) if isinstance(x, jax.Array) else x for x in arrays)
+    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in avals)
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if device := getattr(mesh, "abstract_device", None):
+            return str(device.platform)
+    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return getattr(default, "platform", default) or jax.default_backend()

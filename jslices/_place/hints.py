@@ -9,14 +9,15 @@ import platform
 import re
 import warnings
 from collections.abc import Hashable
+from typing import Any
 
 import jax
-from jax.typing import DTypeLike
+from jax.interpreters import mlir
 
 from jslices import _jax
 from jslices._densify import human_bytes, warn_at_line
-from jslices._place.boundary import is_row_major, is_tall, platform_at_hand
-from jslices._typing import Leaf
+from jslices._place.boundary import is_row_major, is_tall, platform_of, row_major_p
+from jslices._typing import Aval, Leaf
 
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -26,6 +27,8 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 HINT_BYTES = 16 * 10**6
 #: Rows of a tile on a TPU. Of 16-bit numbers 16 fill one, yet 8 suffice.
 TILE_ROWS = 8
+#: A TPU lays out by rows what is a multiple of so many numbers long.
+LANES = 128
 #: If 1 in the environment, the import of jslices calls :func:`keep_memory`.
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
@@ -125,38 +128,38 @@ def keep_memory_if_set() -> None:
         )
 
 
-def hint_large_step(num_bytes: int) -> None:
+def hint_large_step(values: Aval) -> None:
     """Hints, once in a process, at what a large step on a CPU loses without kept memory.
 
-    ``num_bytes`` are those of the values of its gradient, ``HINT_BYTES`` or more.
+    ``values`` are those of its gradient, of ``HINT_BYTES`` or more.
     """
-    if _MEMORY in _hinted or platform_at_hand() != "cpu":
+    if _MEMORY in _hinted or platform_of(values) != "cpu":
         return
     large_pages = re.search(r"malloc\.hugetlb=[12]", os.environ.get("GLIBC_TUNABLES", ""))
     if large_pages or platform.libc_ver()[0] != "glibc":
         return
     hint_once(
         _MEMORY,
-        f"this step has a gradient of {num_bytes / 1e6:.0f} MB, and the operating system "
-        "maps the temporaries of such a step anew each time: it takes about twice as long "
-        "as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start of the "
-        f"program, or run it with {VARIABLE}=1 in the environment",
+        f"this step has a gradient of {values.nbytes / 1e6:.0f} MB, and the operating "
+        "system maps the temporaries of such a step anew each time: it takes about twice "
+        "as long as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start "
+        f"of the program, or run it with {VARIABLE}=1 in the environment",
     )
 
 
-def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLike) -> None:
+def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, values: Aval) -> None:
     """Hints, once for each table, at the cost of rows that do not fill a TPU's tiles.
 
     ``[L, V, D]`` is stored in tiles of 8 rows of one table. Unless these are full, XLA:TPU
     cannot treat it as ``[L * V, D]``, and copies it to write some thousand rows.
     """
     num_rows = shape[row_axes - 1]
-    if len(shape) != row_axes + 1 or platform_at_hand() != "tpu":
+    if len(shape) != row_axes + 1 or platform_of(values) != "tpu":
         return
     if _jax.is_symbolic(num_rows) or num_rows % TILE_ROWS == 0:
         return
     hint_once(
-        (place, shape, dtype),
+        (place, shape, values.dtype),
         f"the table{place} of shape {shape} has {num_rows} rows along axis {row_axes - 1}, "
         f"which the {TILE_ROWS} rows of a TPU's tile do not divide: each step of more than "
         "a few rows copies all of it, there and back. Give it "
@@ -164,6 +167,23 @@ def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, dtype: DTypeLi
         f"{-(-num_rows // TILE_ROWS) * TILE_ROWS}; on a mesh, {TILE_ROWS} for each device "
         "that divides them",
     )
+
+
+def _hint_elsewhere(context: Any, x: Any) -> list[Any]:
+    """Lowers what a TPU is to return by rows, for a TPU that the trace did not know of."""
+    (aval,) = context.avals_in
+    if aval.shape[-1] % LANES:
+        hint_once(
+            ("elsewhere", aval.shape, aval.dtype),
+            f"this program is compiled for a TPU but was traced for a {platform_of(aval)}: "
+            f"the TPU returns its table of shape {aval.shape} by columns, and copies it to "
+            "rows and back for that. Lower it within jax.default_device(tpu), as only the "
+            "types of arrays on a mesh name their devices",
+        )
+    return [x]
+
+
+mlir.register_lowering(row_major_p, _hint_elsewhere, platform="tpu")
 
 
 def warn_of_columns(place: str, x: Leaf) -> None:

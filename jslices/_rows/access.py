@@ -24,7 +24,7 @@ from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
 from jslices import _jax
-from jslices._place.boundary import platform_at_hand
+from jslices._place.boundary import platform_of
 from jslices._typing import Size
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -202,7 +202,7 @@ def take_rows(
         if mode != lax.GatherScatterMode.FILL_OR_DROP:  # XLA clamps each axis by itself
             indices = clipped_indices(indices, num_rows)
         starts = jnp.stack(places(indices, table.shape, row_axes), axis=-1)
-    if len(row) == 1 and row[0] in SHORT and platform_at_hand() == "tpu":
+    if len(row) == 1 and row[0] in SHORT and platform_of(table) == "tpu":
         starts = jnp.concatenate([starts, jnp.zeros_like(starts[..., :1])], axis=-1)
         if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
             mode = lax.GatherScatterMode.CLIP  # or no planner would trust the zeros

@@ -71,7 +71,14 @@ def as_ids(ids: ArrayLike, caller: str, name: str = "ids") -> jax.Array:
     if ids is None or hasattr(ids, "dense_shape"):
         hint = "" if ids is None else "; pass its row numbers: slices.indices"
         raise TypeError(f"{caller} wants integer {name}, got {ids}{hint}")
-    host = on_host(ids)
+    try:
+        host = on_host(ids)
+    except ValueError as error:  # NumPy's, of lists
+        raise ValueError(
+            f"{caller} got {name} of different lengths; pad them by -1, or combine them in "
+            "bags: jslices.embedding_lookup_sparse(table, (values, row_splits)), which "
+            "says how to make these of lists"
+        ) from error
     array: Any = jnp.asarray(ids) if host is None else in_32_bits(host)
     foreign = array.dtype.kind in "OSU"  # not numbers, which jnp.issubdtype would refuse
     if foreign or not jnp.issubdtype(array.dtype, jnp.integer):

@@ -44,8 +44,8 @@ def key_bits(key: Key, caller: str) -> KeyBits:
     if not (typed and shape == ()) and not (dtype == np.uint32 and shape in ((2,), (4,))):
         got = repr(key) if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(
-            f"{caller} wants one random key, a new one for each step, got key={got}; "
-            "type key=jax.random.fold_in(jax.random.key(0), step)"
+            f"{caller} wants one random key, got key={got}; type key=jax.random.key(0), or "
+            "for each step another one: key=jax.random.fold_in(jax.random.key(0), step)"
         )
     words = jax.random.key_data(key) if typed else jnp.asarray(key)
     bits, *more = words.reshape(-1, 2)

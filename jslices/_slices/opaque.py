@@ -22,10 +22,9 @@ from jslices import _jax
 from jslices._rows.access import in_32_bits
 from jslices._typing import Leaf
 
-_ADVICE = (
-    "row numbers of IndexedSlices: type jslices.sgd for optax.sgd, jslices.from_optax(tx) "
-    "for another transformation, jslices.global_norm for a norm, jslices.tree.map for "
-    "jax.tree.map, g1 + g2 for a sum, jslices.accumulate_gradients for one over steps, "
+_WHAT = "row numbers of IndexedSlices, which have no arithmetic: type"
+_INSTEAD = (
+    "jslices.global_norm for a norm, jslices.tree.map for jax.tree.map, "
     "jslices.all_reduce_slices for lax.psum"
 )
 _ABSTRACT = jax.ShapeDtypeStruct | jax.core.ShapedArray
@@ -41,14 +40,20 @@ def _words(dtype: np.dtype) -> int:
     return 2 if dtype.itemsize == 8 else 1
 
 
+def _advice() -> str:
+    """What these are, and what to type instead of the function that met them."""
+    return f"{_WHAT} {_jax.instead_of_optax() or _INSTEAD}"
+
+
 #: For each a kind of random keys, and its dtype, which JAX moves but does not add.
 _KINDS = {
-    dtype: _jax.define_keys(f"{dtype} row numbers", f"{dtype} {_ADVICE}", _words(dtype))
+    dtype: _jax.define_keys(f"{dtype} row numbers", _advice, _words(dtype))
     for dtype in _PLAIN
 }
 #: A dtype that NumPy moves but does not add.
 _ON_HOST = {
-    dtype: np.dtype([(f"{dtype} {_ADVICE}", f"V{dtype.itemsize}")]) for dtype in _PLAIN
+    dtype: np.dtype([(f"{dtype} {_WHAT} jslices.tree.map", f"V{dtype.itemsize}")])
+    for dtype in _PLAIN
 }
 #: From both to integers.
 _DTYPES: dict[Any, np.dtype] = {
@@ -135,7 +140,7 @@ def from_bits(bits: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    raise TypeError(f"these are {_ADVICE}")
+    raise TypeError(f"these are {_advice()}")
 
 
 def _compare(
@@ -145,7 +150,7 @@ def _compare(
     if ufunc in (np.isfinite, np.isnan, np.isinf):
         return np.full(numbers.shape, ufunc is np.isfinite)
     if ufunc not in (np.equal, np.not_equal):
-        raise TypeError(f"np.{ufunc.__name__} got {_ADVICE}")
+        raise TypeError(f"np.{ufunc.__name__} got {_advice()}")
     plain = (opened(np.asarray(x)) for x in inputs)
     return getattr(ufunc, method)(*plain, **kwargs)
 
@@ -158,7 +163,10 @@ def _is_close(
         _refuse()
     bare = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, _NUMBERS) else x, args)
     if func not in (np.isclose, np.allclose):
-        return func(*bare, **kwargs)
+        try:
+            return func(*bare, **kwargs)
+        except (TypeError, ValueError) as error:  # of a norm, say
+            raise TypeError(f"np.{func.__name__} got {_advice()}") from error
     same = np.equal(*map(opened, bare[:2]))
     return same if func is np.isclose else bool(same.all())
 
@@ -199,8 +207,9 @@ _NUMBERS = (_HostNumbers, RowNumbers)
 for _name in dir(jax.Array):
     _method = getattr(jax.Array, _name)
     lacking = getattr(_jax.KeyArray, _name) is _method and not _name.startswith("_")
-    if lacking or _name in ("T", "mT", "transpose"):
-        # Attributes that random keys lack: `astype`, `sum`, `real`, and so on.
+    if lacking or _name in ("T", "mT", "transpose", "__pow__"):
+        # Attributes that random keys lack: `astype`, `sum`, `real`, and so on; and `x**2`,
+        # which JAX calls no data type.
         setattr(RowNumbers, _name, _refuse if callable(_method) else property(_refuse))
 
 

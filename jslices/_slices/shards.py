@@ -140,7 +140,9 @@ def each_shard(
     specs = PartitionSpec(), *(split[0],) * 3, *(split[1] for _ in arrays)
     run = on_each_device(placement, local, specs, split)
     run = boundary.on_any_mesh(functools.partial(_shardings, placement))(run)
-    entries, others = map(iter, run(shared, *operands))
+    entries, others = run(shared, *operands)
+    # JAX looks for the layouts of results in its own equations alone, not inside of these.
+    entries, others = iter(entries), map(boundary.row_major_array, others)
     ((tree, every),) = structure
     return tree.unflatten(
         next(others) if facts is None else next(entries).with_facts(facts)

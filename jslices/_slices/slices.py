@@ -73,8 +73,8 @@ class IndexedSlices(Refusals):
     by the first axis alone.
     """
 
-    # NumPy arrays then leave `array + slices` to `__radd__`.
-    __array_ufunc__ = None
+    # NumPy arrays then leave `array + slices` to `__radd__`, as they do for JAX's.
+    __array_priority__ = 100
 
     def __init__(
         self,
@@ -291,8 +291,7 @@ class IndexedSlices(Refusals):
 
     def __getattr__(self, name: str) -> NoReturn:
         # Python comes here if a property of ours has failed, as when values are not arrays.
-        ours = name.startswith("_") or hasattr(IndexedSlices, name)
-        if ours or not hasattr(jax.Array, name):
+        if name.startswith("_") or hasattr(IndexedSlices, name):
             raise AttributeError(f"'IndexedSlices' object has no attribute {name!r}")
         raise self._no_attribute(name)
 

@@ -9,6 +9,7 @@ import platform as machine
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 import jslices as js
 from jslices.bench import compiled, measure
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dim", type=_count, default=64, help="length of a row (default: 64)")
     add("--ids", type=_count, default=10**4, help="looked up a step (default: 1e4)")
     add("--optimizer", choices=optimizer_names(), default="adam", help="(default: adam)")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the table")
+    dtypes = ["float32", "bfloat16"]
+    add("--dtype", choices=dtypes, default="float32", help="(default: float32)")
     add(
         "--untouched",
         choices=["lazy", "exact"],
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--distribution",
         choices=["zipf", "uniform"],
         default="zipf",
-        help="of the ids: as words occur, or all rows alike (default: zipf)",
+        help="of ids: as words occur, in 100,000 rows, or all rows alike (default: zipf)",
     )
 
 
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
             f"dense steps timed: only {len(dense.times)}, as they took "
             f"{options.dense_seconds:g} s (--dense-seconds)"
         )
-    if kept is not None:
+    if kept is not None and kept.median < 0.9 * sparse.median:
         print(
             "to keep memory, begin the program with: import jslices; jslices.keep_memory()"
             f"\na step then takes {kept.median / sparse.median:.2f} times as long"
@@ -152,7 +154,7 @@ def what_fits(
 def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
     """What is run, and where."""
     memory = "of unknown size" if room is None else f"{human_bytes(room)} usable"
-    drawn = f"Zipf over {sizes.words:,} rows" if sizes.distribution == "zipf" else "uniform"
+    drawn = f"{sizes.distribution}, {sizes.words:,} rows used"
     return "\n".join(
         [
             f"{sizes} ({drawn})",
@@ -166,6 +168,8 @@ def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
 #: The lines of :func:`figures`.
 LINES = [
     Line("median ms of a step", ".3f"),
+    Line("ms of half of the steps, from", ".3f", compared=False),
+    Line("to", ".3f", compared=False),
     Line("timed steps", ",.0f", compared=False),
     Line("ids a second", ",.0f", compared=False),
     Line("compile seconds", ".2f"),
@@ -187,11 +191,11 @@ def figures(
     median, facts = side.median, side.facts
     gradient = sizes.table_bytes if dense else sizes.row_gradient_bytes
     moved = sizes.moved_by_dense() if dense else sizes.moved_by_rows(facts.distinct)
-    floor = moved / bandwidth
-    times = [median * 1e3, len(side.times), sizes.ids / median, facts.compile_seconds]
+    moves = [moved, moved / bandwidth * 1e3, median * bandwidth / moved]
+    spread = np.quantile(side.times, [0.5, 0.25, 0.75]) * 1e3
+    times = [*spread, len(side.times), sizes.ids / median, facts.compile_seconds]
     arrays = [sizes.table_bytes, sizes.state_bytes, gradient]
-    memory = [facts.temp_bytes, facts.alias_bytes]
-    return [*times, *arrays, *memory, moved, floor * 1e3, median / floor]
+    return [*times, *arrays, facts.temp_bytes, facts.alias_bytes, *moves]
 
 
 def other_sizes(sizes: Sizes, platform: str, room: int | None) -> str:

@@ -164,7 +164,7 @@ def compile_step(
     args: Any = (params, jax.eval_shape(tx.init, params), batch, labels)
     with contextlib.ExitStack() as here, warnings.catch_warnings():
         if target is not None:
-            here.enter_context(target.compiling())
+            here.enter_context(jax.default_device(target.devices[0]))
             if exchange is not None:
                 here.enter_context(jax.set_mesh(target.mesh))
             trained = js.row_major(args[:2]) if by_rows else args[:2]

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ USABLE = 0.9  # of the available memory: other programs need some
 
 
 def optimizer_names() -> list[str]:
-    """The optimizers of jslices: every function with a learning rate."""
+    """The optimizers of jslices that need no more than a learning rate."""
+
+    def suffices(parameters: Mapping[str, inspect.Parameter]) -> bool:
+        needed = {name for name, p in parameters.items() if p.default is p.empty}
+        return "learning_rate" in parameters and needed <= {"learning_rate"}
+
+    functions = filter(inspect.isfunction, vars(js.optim).values())
     return sorted(
-        name
-        for name, thing in vars(js.optim).items()
-        if inspect.isfunction(thing)
-        and "learning_rate" in inspect.signature(thing).parameters
+        f.__name__ for f in functions if suffices(inspect.signature(f).parameters)
     )
 
 

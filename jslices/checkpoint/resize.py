@@ -356,7 +356,7 @@ def _owners(state: Iterable[str], params: Mapping[str, Any], tree: Any) -> dict[
     bare = next(iter(params)) if jax.tree_util.treedef_is_leaf(tree) else ""
     splits = {}
     for name in state:
-        has_rows = not re.search("(?:^|/)clock/run$", name)
+        has_rows = not re.search("(?:^|/)clock/(?:run|key)$", name)
         parts = array_name(name).split("/") * has_rows
         pairs = [("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts))]
         splits[name] = [pair for pair in pairs if bare or pair[1] in params]

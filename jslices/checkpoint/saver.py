@@ -34,6 +34,8 @@ class SaverDef:
     sharded: bool = False
     keep_checkpoint_every_n_hours: float = 10000.0
 
+    LEGACY, V1, V2 = range(3)  #: of ``write_version``; there is one format of files
+
 
 _PATHS = (str, os.PathLike)
 #: Advice for arguments that only TensorFlow's Saver has.

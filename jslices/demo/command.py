@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=_positive,
         default=1024,
-        help="windows of 6 pairs a step, in spans of 16 (default: 1024)",
+        help="words a step, up to a multiple of 16 (default: 1024)",
     )
-    add("--learning-rate", type=float, default=1e-2, help="it falls to 2%% of that")
-    add("--seed", type=int, default=0)
+    add("--learning-rate", type=float, default=1e-2, help="falls to 2%% (default: 0.01)")
+    add("--seed", type=int, default=0, help="(default: 0)")
     add("--plot", type=Path, metavar="FILE", help="write a picture of the vectors")
     add("--show", nargs="+", metavar="WORD", help="words whose neighbours to print")
 

@@ -55,6 +55,8 @@ from jslices.optim.adam import adam as adam
 from jslices.optim.adamw import adamw as adamw
 from jslices.optim.amsgrad import AmsgradState as AmsgradState
 from jslices.optim.amsgrad import amsgrad as amsgrad
+from jslices.optim.dp_sgd import DpSgdState as DpSgdState
+from jslices.optim.dp_sgd import dp_sgd as dp_sgd
 from jslices.optim.engine.protocol import GradientTransformation as GradientTransformation
 from jslices.optim.engine.protocol import apply_updates as apply_updates
 from jslices.optim.engine.step import Plan as Plan

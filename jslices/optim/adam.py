@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jslices._typing import Arrays, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, fading, step_moments, two_steps
+from jslices.optim.engine.missed import Missed, MissedSteps, fading, step_moments
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
@@ -156,7 +156,7 @@ def adam_missed(
 
     def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
         root, move = jnp.sqrt(nu), missed.decay * p
-        for size, shrunk in two_steps(missed.sums):
+        for size, shrunk in zip(missed.sums[:2], missed.sums[2:], strict=True):
             if isinstance(eps_root, int | float) and eps_root == 0:
                 bottom = root * shrunk + eps
             else:
@@ -165,4 +165,4 @@ def adam_missed(
         return move, fading(first, missed) * mu, fading(second, missed) * nu
 
     series = step_moments(first, second, nesterov, eps_hat)
-    return MissedSteps(advance, learning_rate, series, weight_decay)
+    return MissedSteps(advance, learning_rate, series, weight_decay, by_two_steps=True)

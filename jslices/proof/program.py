@@ -482,10 +482,7 @@ def compiled(
     with contextlib.ExitStack() as here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if there is not None:
-            # JAX must not remember a trace for another platform, nor use one for this.
-            here.enter_context(there.compiling())
-            jitted.clear_cache()
-            here.callback(jitted.clear_cache)
+            here.enter_context(jax.default_device(there.devices[0]))
         traced = jitted.trace(*args)
         lowered = traced.lower()
         executable = lowered.compile()

@@ -20,7 +20,6 @@ from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from jslices._install import install_command
-from jslices._place.boundary import compiling_for
 
 AXIS = "devices"  #: of a target's mesh
 
@@ -71,17 +70,12 @@ class Target:
     """Devices that JAX compiles for."""
 
     name: str  #: as it was given: ``v5e``, ``h100:8``.
-    platform: str  #: ``tpu`` or ``gpu``.
     devices: tuple[jax.Device, ...]  #: JAX's devices, which run nothing.
 
     @property
     def mesh(self) -> Mesh:
         """All devices along one axis."""
         return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
-
-    def compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context steps are traced for these devices."""
-        return compiling_for(self.platform)
 
     def place(self, tree: Any, by_rows: Any = False) -> Any:
         """The tree with each array as a ``ShapeDtypeStruct`` on these devices.
@@ -125,9 +119,9 @@ def target(name: str) -> Target:
     kind, colon, size = name.partition(":")
     sides = [int(side) for side in size.split("x")] if _SIDES.fullmatch(size) else []
     if kind in TPUS and (not colon or len(sides) == TPUS[kind].count("x") + 1):
-        return Target(name, "tpu", _tpus(name, f"{kind}:{size or TPUS[kind]}"))
+        return Target(name, _tpus(name, f"{kind}:{size or TPUS[kind]}"))
     if kind in GPUS and (not colon or len(sides) == 1):
-        return Target(name, "gpu", _gpus(name, GPUS[kind], *sides or [1]))
+        return Target(name, _gpus(name, GPUS[kind], *sides or [1]))
     raise _unknown(name)
 
 

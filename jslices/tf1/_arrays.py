@@ -249,12 +249,14 @@ def _contains_arrays(value: object) -> bool:
 
 def static_shape(shape: object, what: str) -> tuple[int, ...]:
     """A shape as a tuple of ints; refuses one of ``what`` that is traced, or negative."""
-    dims = tuple(shape) if isinstance(shape, list | tuple | np.ndarray) else (shape,)
+    several = isinstance(shape, list | tuple | np.ndarray) or np.ndim(shape) == 1  # type: ignore[arg-type]
+    dims: tuple[Any, ...] = tuple(shape) if several else (shape,)  # type: ignore[arg-type]
     try:
         whole = tuple(operator.index(n) for n in dims)
     except (TypeError, jax.errors.TracerIntegerConversionError) as error:
         raise TypeError(
-            f"the shape of {what} must be ints known before tracing, got {shape!r}"
+            f"the shape of {what} must be ints known before tracing, got {shape!r}; "
+            "under jit tf.constant is traced too, so write the list itself"
         ) from error
     if any(n < 0 for n in whole):
         raise ValueError(f"the shape of {what} must not be negative, got {whole}")

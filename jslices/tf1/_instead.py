@@ -1,5 +1,6 @@
 """Advice for names of TensorFlow that are missing here."""
 
+import importlib
 from collections.abc import Mapping
 
 _PARTITION = "shard the array over a mesh: jax.device_put(table, sharding)"
@@ -50,6 +51,115 @@ INSTEAD = {
     "import_meta_graph": "there is no graph to load; restore the variables",
 }
 
+_STEP = "count steps in the state: every optimizer's state has count; or a tf.Variable"
+_LAYERS = "tf.get_variable and tf.matmul, or a model of Flax, Haiku or Equinox"
+_QUEUE = "feed the step from a Python iterator: tf.data as NumPy, grain, or a generator"
+_LOOP = "a Python loop around the step; jslices.Saver saves in it"
+_LOGS = "return the numbers from the step, and log them: clu, tensorboardX, or print"
+_ABSL = "absl.{}, from the package absl-py, which TensorFlow's is"
+_FILES = "open, os.path and glob; fsspec or etils.epath for files in a cloud"
+_HASH = "hash strings in NumPy before the step, and take ids % V"
+_PAIRS = "pass its indices and values as arguments, and make a tf.SparseTensor of them"
+_NOTHING = "leave it out: the order of the program decides"
+_NONE = "leave it out: JAX has no sessions to configure"
+
+# Expressions use TensorFlow's names for arguments; a test compares them with its results.
+INSTEAD |= {
+    "ConfigProto": _NONE,
+    "GPUOptions": _NONE,
+    "RunOptions": _NONE,
+    "OptimizerOptions": _NONE,
+    "Print": 'jax.debug.print("{}", x), on a line of its own',
+    "Assert": "jax.experimental.checkify.check(condition, message)",
+    "SparseTensorValue": "tf.SparseTensor",
+    "sparse_placeholder": _PAIRS,
+    "placeholder_with_default": "an argument of the function, with a default",
+    "Coordinator": _LOOP,
+    "ExponentialMovingAverage": "optax.incremental_update(params, average, 1 - decay)",
+    "MonitoredTrainingSession": _LOOP,
+    "SyncReplicasOptimizer": "jslices.accumulators, or jit on a mesh of devices",
+    "add_n": "sum(inputs)",
+    "app": _ABSL.format("app"),
+    "cast": "x.astype(dtype)",
+    "check_numerics": "jax.debug_nans(True), or jslices.all_finite(grads)",
+    "checkpoint_exists": "tf.train.latest_checkpoint(folder) is not None",
+    "contrib": "TensorFlow 2 has none either; see jax.nn, jslices.optim and optax",
+    "control_dependencies": _NOTHING,
+    "cosine_decay": "optax.cosine_decay_schedule(rate, decay_steps, alpha)",
+    "create_global_step": _STEP,
+    "data": "tf.data of TensorFlow works beside JAX, dataset.as_numpy_iterator(); or grain",
+    "device": "jax.device_put(x, device)",
+    "dropout": "x * jax.random.bernoulli(key, keep, x.shape) / keep",
+    "dynamic_rnn": "jax.lax.scan, over the steps of the sequence",
+    "estimator": _LOOP,
+    "exponential_decay": "optax.exponential_decay(rate, decay_steps, decay_rate)",
+    "fill": "jax.numpy.full(dims, value)",
+    "flags": _ABSL.format("flags"),
+    "floor_div": "x // y",
+    "gather_nd": "x[tuple(jax.numpy.moveaxis(indices, -1, 0))]",
+    "get_global_step": _STEP,
+    "get_or_create_global_step": _STEP,
+    "gfile": _FILES,
+    "global_step": _STEP,
+    "group": _NOTHING,
+    "identity": "x",
+    "in_top_k": "(jax.lax.top_k(predictions, k)[1] == targets[:, None]).any(-1)",
+    "init_from_checkpoint": "variables = tf.train.Saver().restore(variables, path)",
+    "inverse_time_decay": "lambda step: rate / (1 + decay_rate * step / decay_steps)",
+    "l2_loss": "jax.numpy.sum(x**2) / 2",
+    "l2_normalize": "x / jax.numpy.linalg.norm(x, axis=axis, keepdims=True)",
+    "layers": _LAYERS,
+    "list_variables": "tf.train.Saver().restore(None, path).keys()",
+    "load_checkpoint": "tf.train.Saver().restore(None, path)",
+    "load_variable": "tf.train.Saver().restore(None, path)[name]",
+    "logging": _ABSL.format("logging"),
+    "losses": "functions of jax.numpy; those of regularizers are in "
+    'tf.get_collection("regularization_losses")',
+    "map_fn": "jax.lax.map(fn, elems)",
+    "metrics": _LOGS,
+    "moments": "x.mean(axes), x.var(axes)",
+    "multinomial": "jax.random.categorical(key, logits, shape=(n, batch)).T",
+    "natural_exp_decay": "lambda step: rate * jax.numpy.exp(-decay_rate * step / "
+    "decay_steps)",
+    "no_op": "None",
+    "piecewise_constant": "optax.piecewise_constant_schedule(rate, {step: factor})",
+    "polynomial_decay": "optax.polynomial_schedule(rate, end_rate, power, decay_steps)",
+    "py_func": "jax.pure_callback(f, shapes, x)",
+    "random_shuffle": "jax.random.permutation(key, x)",
+    "range": "jax.numpy.arange(start, limit, delta)",
+    "rank": "x.ndim",
+    "replica_device_setter": _PARTITION,
+    "saved_model": "jax.export.export(jax.jit(f))(x).serialize()",
+    "scatter_nd": "jax.numpy.zeros(shape).at[tuple(indices.T)].add(updates)",
+    "sequence_mask": "jax.numpy.arange(maxlen) < lengths[..., None]",
+    "shuffle_batch": _QUEUE,
+    "batch": _QUEUE,
+    "sigmoid_cross_entropy_with_logits": "jax.numpy.logaddexp(0, logits) - logits * labels",
+    "slice": "jax.lax.dynamic_slice(x, begin, size)",
+    "softmax_cross_entropy_with_logits": "-(labels * jax.nn.log_softmax(logits)).sum(-1)",
+    "sparse_softmax_cross_entropy_with_logits": "-jax.numpy.take_along_axis("
+    "jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]",
+    "sparse_tensor_to_dense": "jax.numpy.zeros(shape).at[tuple(indices.T)].set(values)",
+    "squared_difference": "(x - y) ** 2",
+    "start_queue_runners": _QUEUE,
+    "string": "NumPy has strings, arrays of JAX have none: " + _HASH,
+    "string_to_hash_bucket": _HASH,
+    "string_to_hash_bucket_fast": _HASH,
+    "strings": _HASH,
+    "summary": _LOGS,
+    "tables_initializer": _NOTHING,
+    "to_float": 'x.astype("float32")',
+    "to_int32": 'x.astype("int32")',
+    "tuple": _NOTHING,
+    "unique": "jax.numpy.unique(x, return_inverse=True, size=...), which is sorted",
+    "unsorted_segment_sum": "jax.ops.segment_sum(data, segment_ids, num_segments)",
+    "xw_plus_b": "x @ weights + biases",
+    "zero_fraction": "(x == 0).mean()",
+}
+INSTEAD["softmax_cross_entropy_with_logits_v2"] = INSTEAD[
+    "softmax_cross_entropy_with_logits"
+]
+
 _OPTIMIZERS = {
     "Adadelta": "adadelta(rate)",
     "Adagrad": "adagrad(rate)",
@@ -91,8 +201,22 @@ def check_defaults(caller: str, theirs: Mapping[str, object]) -> None:
 
 def missing(module: str, name: str) -> AttributeError:
     """The error for a name of TensorFlow that ``module`` lacks, saying what to type."""
-    others = "jax.numpy, jax.nn and jax.lax have what is not here"
-    if name.endswith("Optimizer"):
-        others = "help(jslices.optim) lists the optimizers"
-    advice = INSTEAD.get(name, others)
+    if name in INSTEAD:
+        advice = INSTEAD[name]
+    elif name.endswith("Optimizer"):
+        advice = "help(jslices.optim) lists the optimizers"
+    else:
+        advice = _of_jax(name) or (
+            "JAX has no function of this name, and TensorFlow 1's variables, scopes, "
+            "initializers, lookups, accumulators and Savers are all that is here"
+        )
     return AttributeError(f"{module} has no {name!r}: {advice}", name=name)
+
+
+def _of_jax(name: str) -> str | None:
+    """The function of JAX with this name, if there is one."""
+    bare = name.removeprefix("reduce_")
+    for module in ("numpy", "nn", "lax", "numpy.linalg", "ops", "scipy.special"):
+        if callable(getattr(importlib.import_module(f"jax.{module}"), bare, None)):
+            return f"jax.{module}.{bare}, whose arguments may differ"
+    return None

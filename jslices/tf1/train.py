@@ -97,8 +97,7 @@ class Saver(js.Saver):
         Returns:
           The path for :meth:`restore`; None if ``allow_empty`` and there are no variables.
         """
-        nothing = self._holds_nothing or not jax.tree.leaves(sess)
-        if self._may_be_empty and nothing:
+        if self._is_empty(sess):
             return None
         options = global_step, latest_filename, write_state
         return super().save(sess, save_path, *options)
@@ -116,7 +115,13 @@ class Saver(js.Saver):
         """
         if isinstance(sess, str | os.PathLike):
             sess, save_path = save_path, sess
+        if sess is not None and self._is_empty(sess):
+            return sess
         return super().restore(save_path, sess)  # type: ignore[arg-type]
+
+    def _is_empty(self, variables: PyTree) -> bool:
+        nothing = self._holds_nothing or not jax.tree.leaves(variables)
+        return self._may_be_empty and nothing
 
     def __getattr__(self, name: str) -> NoReturn:
         raise missing("a Saver", name)

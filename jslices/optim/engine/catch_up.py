@@ -6,6 +6,7 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 """
 
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +18,7 @@ from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
 from jslices._densify import warn_at_line
-from jslices._jax import flatten
+from jslices._jax import flatten, varying_axes
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
 from jslices._rows import access
@@ -45,6 +46,7 @@ class Clock(NamedTuple):
     last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
     snapshot: Any  #: like params, some of floats ``[V]``: see :class:`MissedSteps`.
     run: jax.Array  #: ``[2]``: how far a schedule has run.
+    key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
 
 
 def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
@@ -57,7 +59,48 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
         tuple(row_like(p, x, _float_like(p)) for x in _missed(rule).snapshot(start, run))
         for rule, p in zip(rules, leaves, strict=True)
     ]
-    return Clock(tree.unflatten(last), tree.unflatten(snapshot), run)
+    noise = _missed(rules[0]).noise if rules else None
+    key = None if noise is None else jnp.array(noise[1])
+    return Clock(tree.unflatten(last), tree.unflatten(snapshot), run, key)
+
+
+def row_names(path: str, last: Any, param: Any) -> Any:
+    """What noise knows rows by, uint32 ``[..., 2]``; XLA makes only those that are read.
+
+    By the path of the array, as parts of a tree may be stepped apart (``partition``), and
+    the number of the row; inside a ``shard_map`` by the device as well.
+    """
+    if not hasattr(last, "shape"):  # of no parameter
+        return None
+    array = jnp.uint32(zlib.crc32(path.encode()))
+    for axis in sorted(varying_axes(jax.typeof(last), jax.typeof(param))):
+        array = array * jnp.uint32(0x9E3779B1) + lax.axis_index(axis).astype(jnp.uint32)
+    rows = jnp.arange(last.size, dtype=jnp.uint32).reshape(*last.shape, 1)
+    first = lax.broadcasted_iota(jnp.uint32, (*last.shape, 2), last.ndim) == 0
+    return jnp.where(first, array, rows)
+
+
+def _noise(
+    steps: MissedSteps, key: Any, names: Any, first: Any, last: Any, variance: Any, p: Any
+) -> jax.Array:
+    """The noise of rows ``p`` in the steps after ``first`` up to ``last``.
+
+    A function of the row and these two numbers: the same in a peek and in the step that
+    follows it, in chunks and on every mesh, and independent for any other steps. One draw
+    for all rows that are there would be neither.
+    """
+    assert steps.noise is not None
+    names = names.reshape(-1, 2)
+    width = p.size // max(len(names), 1)
+    key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), last)
+
+    def draw(name: jax.Array, first: jax.Array) -> jax.Array:
+        one = functools.reduce(jax.random.fold_in, (*name, first), key)
+        return jax.random.normal(one, (width,), _float_like(p))
+
+    first = jnp.broadcast_to(first, len(names)) if first.ndim == 0 else first.reshape(-1)
+    deviation = steps.noise[0] * jnp.sqrt(variance).astype(_float_like(p))
+    return deviation * jax.vmap(draw)(names, first).reshape(p.shape)
 
 
 def never_moves(last: jax.Array) -> jax.Array:
@@ -83,7 +126,7 @@ def with_clock(
     kernel: Kernel,
     rule: Rule,
     count: jax.Array,
-    run: jax.Array,
+    clock: Clock,
     missed: Partial | None,
 ) -> Kernel:
     """Extend a kernel by the arrays of a clock, in which rows remember the step.
@@ -92,18 +135,22 @@ def with_clock(
     under jit nothing can be raised, and a step from a stale row must not pass for a right
     one.
     """
-    step = next_count(count)
-    snapshot = _missed(rule).snapshot(step, run)
+    step, steps, (*_, run, key) = next_count(count), _missed(rule), clock
+    snapshot = steps.snapshot(step, run)
 
     def timed(
         shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array
     ) -> tuple[jax.Array, ...]:
         before = None
         if missed is not None:
-            before, *rest = missed.func(shared, g, p, *rest)  # type: ignore[assignment]
+            before, *later = missed.func(shared, g, p, *rest)
+            rest = (*rest[: len(rest) - len(later)], *later)
             p = (p + before).astype(p.dtype)
-        arrays, last, old = _clock_apart(rest, len(snapshot))
+        names, arrays, last, old = _clock_apart(rest, len(snapshot), key)
         update, *new = kernel(g, p, *arrays)
+        if key is not None:
+            variance = steps.pace(step[None], run.dtype)[0]
+            update += _noise(steps, key, names, count, step, variance, update)
         if before is not None:
             update = (before + update).astype(update.dtype)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
@@ -226,23 +273,25 @@ def caught_up(
     arrays: Sequence[ArrayLike],
     clock_at: int,
     count: jax.Array,
+    num_read: int = 1,
 ) -> tuple[jax.Array, ...]:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
     Where all rows are meant, and none has missed a step, as in an array that each step
     moves as a whole, held ones are freed, and nothing else is done. ``arrays[clock_at]``
-    are the last steps.
+    are the last steps; the first ``num_read`` are the parameter and what is only read.
     """
     old = [jnp.asarray(x) for x in arrays]
     if isinstance(behind, IndexedSlices):
-        return step_rows(kernel, behind, old[:1], old[1:], adds=True)
+        return step_rows(kernel, behind, old[:num_read], old[num_read:], adds=True)
     last = old[clock_at]
     late = last_done(last) < count
     old[clock_at] = jnp.where((last < 0) & ~late, ~last, last)
-    every_row = lambda *arrays: tuple(_every_row(kernel, list(arrays)))  # noqa: E731
+    every_row = lambda *x: tuple(_every_row(kernel, list(x), num_read))  # noqa: E731
+    as_it_is = lambda p, *rest: (p, *rest[num_read - 1 :])  # noqa: E731
 
     def if_late(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return lax.cond(jnp.any(late), every_row, lambda *x: x, *arrays)  # type: ignore[no-any-return]
+        return lax.cond(jnp.any(late), every_row, as_it_is, *arrays)  # type: ignore[no-any-return]
 
     if old[0].size > CHUNK_ELEMENTS:
         return if_late(*old)
@@ -265,7 +314,7 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
         return _caught_up(kernel, old)[0]
     axes = behind.row_axes
     num_rows = access.rows_numbered(old[0].shape, axes)
-    if boundary.platform_at_hand() == "tpu":
+    if boundary.platform_of(*old) == "tpu":
         # It reads each row once, as the step does that follows.
         indices, numbers = number_by_runs(behind.indices, num_rows)
     else:
@@ -278,12 +327,12 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
     return access.take_rows(rows, numbers, mode="promise_in_bounds")
 
 
-def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
+def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows.
 
     Of frozen rows they change the state alone.
     """
-    steps = _missed(rule)
+    steps, (*_, run, key) = _missed(rule), clock
     tables = steps.table(count, run), steps.after_each(run.dtype)
     now = steps.snapshot(count, run)
 
@@ -292,16 +341,20 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
     def kernel(
         shared: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array
     ) -> tuple[jax.Array, ...]:
-        count, run, tables, now = shared
-        arrays, last, snapshot = _clock_apart(rest, len(now))
+        count, run, tables, now, key = shared
+        names, arrays, last, snapshot = _clock_apart(rest, len(now), key)
         done = last_done(last)
         late = done < count
         column = per_row(late, p)
         missed = steps.missed(count, run, tables, done, snapshot)
         numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
         missed = numbers._replace(steps=missed.steps)
-        missed = jax.tree.map(lambda x: x.reshape(column.shape), missed)
+        missed = jax.tree.map(
+            lambda x: x.reshape(*x.shape[: x.ndim - last.ndim], *column.shape), missed
+        )
         move, *new = steps.advance(missed, p, *arrays)
+        if key is not None:
+            move += _noise(steps, key, names, done, count, missed.run, p)
         # A row that missed nothing stays as it is, to the bit.
         move = access.where_rows(late & (done == last), move, jnp.array(-0.0, move.dtype))
         moved = [
@@ -310,7 +363,7 @@ def missed_steps(rule: Rule, count: jax.Array, run: jax.Array) -> Partial:
         ]
         return move, *moved, *_now(count, now, last, snapshot)
 
-    return Partial(kernel, (count, run, tables, now))
+    return Partial(kernel, (count, run, tables, now, key))
 
 
 def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -321,11 +374,12 @@ def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _clock_apart(
-    arrays: Sequence[jax.Array], width: int
-) -> tuple[Sequence[jax.Array], jax.Array, Sequence[jax.Array]]:
-    """``(state arrays, last, snapshot)`` from all of them in a row."""
-    before = len(arrays) - width
-    return arrays[: before - 1], arrays[before - 1], arrays[before:]
+    arrays: Sequence[jax.Array], width: int, key: jax.Array | None
+) -> tuple[Any, Sequence[jax.Array], jax.Array, Sequence[jax.Array]]:
+    """``(names, state arrays, last, snapshot)`` from all of them in a row."""
+    before, start = len(arrays) - width, int(key is not None)
+    state = arrays[start : before - 1]
+    return arrays[0], state, arrays[before - 1], arrays[before:]
 
 
 def _now(
@@ -349,7 +403,7 @@ def _now(
     return jnp.where(never_moves(last), FROZEN - done, done), *news
 
 
-def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
+def _every_row(kernel: Kernel, arrays: list[jax.Array], num_read: int) -> list[jax.Array]:
     """The kernel on all rows, as many at a time as stay in the cache.
 
     They are gathered and scattered: of slices that are read and written XLA copies the
@@ -367,7 +421,9 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array]) -> list[jax.Array]:
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=access.index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    _, *new = execute(plan, kernel, rows, nothing, p.shape[:axes], arrays, 1, adds=True)
+    _, *new = execute(
+        plan, kernel, rows, nothing, p.shape[:axes], arrays, num_read, adds=True
+    )
     return [boundary.row_major_array(x) for x in new]
 
 

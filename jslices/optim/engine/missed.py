@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._typing import Arrays, Scalar, Schedule
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first, and how much of a square
 #: is the rounding of what is taken from it: as multiples of the smallest ``eps``.
@@ -42,10 +42,10 @@ MOST_STEPS = 1 << 17
 Steps = jax.Array | np.ndarray
 
 
-def _compiled_method(method: Callable[..., Arrays]) -> Any:
+def _compiled_method(method: Callable[..., PyTree]) -> Any:
     """A method of scalars and small tables, compiled: eager, it dispatches dozens."""
 
-    def bound(self: "MissedSteps") -> Callable[..., Arrays]:
+    def bound(self: "MissedSteps") -> Callable[..., PyTree]:
         return jax.jit(functools.partial(method, self), inline=True)
 
     return functools.cached_property(bound)
@@ -61,10 +61,10 @@ class Series(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Sums over the missed steps of some rows, each ``[n, 1, ...]``, one number a row."""
+    """Sums over the missed steps of some rows, one number a row: ``[n, 1, ...]``."""
 
     steps: jax.Array  #: the number of steps, int32.
-    sums: Arrays  #: one for each series.
+    sums: jax.Array  #: one for each series, or two steps: ``[series, n, 1, ...]``.
     decay: Any  #: what weight decay adds to the row, as a share of it; 0.0 without.
     run: Any  #: the sum of log(1 - lr * weight_decay), or of lr without weight decay.
 
@@ -80,6 +80,11 @@ class MissedSteps:
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
       run: whether :attr:`Missed.run` is needed though there is no weight decay.
+      by_two_steps: whether the sums are those of :func:`step_moments`, and rows get
+        :func:`two_steps` of them: made of the small tables, it is not made for each row.
+      noise: of steps that add normal noise to all rows, its deviation for a learning rate
+        of 1, and a key, uint32 ``[2]``. The ``learning_rate`` is then that of the variance,
+        its square, and the run is the variance.
     """
 
     advance: Callable[..., Arrays]
@@ -87,6 +92,8 @@ class MissedSteps:
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
     run: bool = False
+    by_two_steps: bool = False
+    noise: tuple[float, jax.Array] | None = None
 
     @property
     def decays(self) -> bool:
@@ -110,7 +117,8 @@ class MissedSteps:
     def keeps_series(self, dtype: np.dtype) -> bool:
         """Whether tail sums must be kept with each row."""
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
-        return scheduled or self._settled(dtype) > MOST_STEPS
+        long = scheduled or self._settled(dtype) > MOST_STEPS
+        return long and bool(self.series)
 
     def pace(self, steps: Steps, dtype: np.dtype) -> Any:
         """The growth of the run in each of ``steps`` (counted from 1)."""
@@ -133,20 +141,19 @@ class MissedSteps:
     @_compiled_method
     def snapshot(self, count: jax.Array, run: jax.Array) -> Arrays:
         """The numbers kept with a row that has done ``count`` steps."""
-        series = self.series if self.keeps_series(run.dtype) else ()
-        kept = tuple(self._tail_sum(each, count, run.dtype) for each in series)
+        kept = tuple(self._tails(count, run.dtype)) if self.keeps_series(run.dtype) else ()
         return (*kept, run[0], run[1]) if self.keeps_run else kept
 
     @_compiled_method
-    def table(self, count: jax.Array, run: jax.Array) -> Arrays:
-        """For each series its sums ``[steps]`` over the last 0, 1, ... steps."""
-        return tuple(self._head_sums(count, run.dtype)) if self.series else ()
+    def table(self, count: jax.Array, run: jax.Array) -> jax.Array:
+        """For each series its sums over the last 0, 1, ... steps: ``[series, steps]``."""
+        return self._head_sums(count, run.dtype) if self.series else jnp.zeros((0, 1))
 
     def missed(
         self,
         count: jax.Array,
         run: jax.Array,
-        tables: tuple[Arrays, Arrays],
+        tables: tuple[jax.Array, jax.Array],
         last: jax.Array,
         snapshot: Sequence[jax.Array],
     ) -> Missed:
@@ -163,33 +170,57 @@ class MissedSteps:
             since = steps * self.pace(jnp.ones((1,), jnp.int32), run.dtype)[0]
         decay = jnp.expm1(since) if self.decays else jnp.zeros_like(since)
         if not self.series:
-            return Missed(steps, (), decay, since)
-        near = _read(table, steps)
-        tails = snapshot if self.keeps_series(run.dtype) else _read(after_each, last)
-        sums = [
-            jnp.where(steps <= self._window(run.dtype), sum_of_steps, (1 + decay) * rest)
-            for sum_of_steps, rest in zip(near, tails, strict=False)
-        ]
+            return Missed(steps, jnp.zeros((0, *steps.shape), run.dtype), decay, since)
+        if self.keeps_series(run.dtype):
+            tails = jnp.stack(list(snapshot[: len(self.series)]))
+        else:
+            tails = _read(after_each, last)
+        is_near = (steps <= self._window(run.dtype))[None]
+        sums = jnp.where(
+            is_near, _read(table, steps), self._scaled((1 + decay)[None], tails)
+        )
         if self._is_factor:
-            rate: Any = self.learning_rate
-            sums = [
-                rate * x if series.times_learning_rate else x
-                for x, series in zip(sums, self.series, strict=True)
-            ]
-        return Missed(steps, tuple(sums), decay, since)
+            factors = [x.times_learning_rate for x in self.series]
+            sums = self._scaled(self.learning_rate, sums, factors)
+        return Missed(steps, sums, decay, since)
 
-    def _terms(self, series: Series, steps: Steps, dtype: np.dtype) -> Any:
-        scheduled = series.times_learning_rate and not self._is_factor
-        rate = self.learning_rate if scheduled else 1.0
-        return series.weight(steps.astype(dtype)) * _at_each(rate, steps, dtype)
+    def _scaled(
+        self, factor: Any, sums: jax.Array, which: Sequence[bool] = ()
+    ) -> jax.Array:
+        """The sums ``[series, n]`` of terms that are so many times as large."""
+        which = (True, True, False, False) if self.by_two_steps else which
+        if not which or all(which):
+            return factor * sums
+        return jnp.where(np.reshape(which, (-1, *[1] * (sums.ndim - 1))), factor, 1) * sums
 
-    def _tail_sum(self, series: Series, count: jax.Array, dtype: np.dtype) -> jax.Array:
+    def _summed_up(self, xp: Any, sums: Any, dtype: np.dtype) -> Any:
+        """What rows are told of their sums ``[series, ...]``."""
+        return two_steps(xp, sums, dtype) if self.by_two_steps else sums
+
+    def _terms(self, xp: Any, steps: Steps, dtype: np.dtype) -> Any:
+        """``[series, steps]``: weight and learning rate of each of ``steps``."""
+        rate = 1.0 if self._is_factor else self.learning_rate
+        one, rates = (_at_each(x, steps, dtype) for x in (1.0, rate))
+        numbers = steps.astype(dtype)
+        terms = [
+            x.weight(numbers) * (rates if x.times_learning_rate else one)
+            for x in self.series
+        ]
+        return xp.stack(terms)
+
+    def _powers(self, exponents: jax.Array, dtype: np.dtype) -> jax.Array:
+        """``[series, exponents]``: powers of the ratio of each."""
+        ratios = jnp.asarray([[x.ratio] for x in self.series], dtype)
+        return _powers(ratios, exponents[None], dtype)
+
+    def _tails(self, count: jax.Array, dtype: np.dtype) -> jax.Array:
+        """``[series]``: what is still to come after ``count`` steps."""
         ahead = jnp.arange(1, self._window(dtype) + 1, dtype=jnp.int32)
         steps = count + ahead
-        terms = self._terms(series, steps, dtype) * _powers(series.ratio, ahead, dtype)
+        terms = self._terms(jnp, steps, dtype) * self._powers(ahead, dtype)
         if self.decays:
-            terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps, dtype)))
-        return jnp.sum(terms)
+            terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps, dtype)))[None]
+        return self._summed_up(jnp, jnp.sum(terms, axis=1), dtype)
 
     def _window(self, dtype: np.dtype) -> int:
         """The number of terms of the series that are not negligible."""
@@ -199,18 +230,15 @@ class MissedSteps:
         """The step from which on the weights of the series no longer change."""
         return max((_steps_to_vanish(x.settles, dtype) for x in self.series), default=0)
 
-    def after_each(self, dtype: np.dtype) -> Arrays:
-        """For each series :meth:`_tail_sum` after 0, 1, ... steps unscheduled: ``[steps]``.
-
-        Columns of their own, as a TPU pads rows to 128 numbers.
-        """
+    def after_each(self, dtype: np.dtype) -> jax.Array:
+        """:meth:`_tails` after 0, 1, ... steps without a schedule: ``[series, steps]``."""
         if self.keeps_series(dtype) or not self.series:
-            return ()
+            return jnp.zeros((0, 1))
         numbers = (self.learning_rate, self.weight_decay)
         traced = any(isinstance(x, jax.core.Tracer) for x in numbers)
         made_here = functools.partial(self._tail_sums, jnp)
         sums = (made_here if traced and not self._is_factor else self._constants)(dtype)
-        return tuple(jnp.asarray(column) for column in sums)
+        return jnp.asarray(sums)
 
     @functools.cached_property
     def _constants(self) -> Callable[[np.dtype], np.ndarray]:
@@ -221,19 +249,18 @@ class MissedSteps:
         return functools.cache(lambda dtype: self._tail_sums(np, dtype).astype(dtype))
 
     def _tail_sums(self, xp: Any, dtype: np.dtype) -> Any:
-        """``[series, steps]``: :meth:`_tail_sum` after 0, 1, ... steps, by NumPy or JAX."""
+        """``[series, steps]``: :meth:`_tails` after 0, 1, ... steps, by NumPy or JAX."""
         wide = np.float64 if xp is np else dtype
         reach = 1 << (2 * self._window(dtype) - 1).bit_length()
         steps = xp.arange(1, self._settled(dtype) + reach + 1, dtype=np.int32)
         factors = xp.asarray([[series.ratio] for series in self.series], wide)
         if self.decays:
             factors = factors * xp.exp(-self.pace(steps[:1], dtype)[0].astype(wide))
-        terms = xp.stack([self._terms(series, steps, dtype) for series in self.series])
-        sums, ahead = factors * terms, 1
+        sums, ahead = factors * self._terms(xp, steps, dtype), 1
         while ahead < reach:  # sums over the next 1, 2, 4, ... steps
             sums = sums[:, :-ahead] + factors * sums[:, ahead:]
             factors, ahead = factors * factors, 2 * ahead
-        return sums
+        return self._summed_up(xp, sums, dtype)
 
     def _head_sums(self, count: jax.Array, dtype: np.dtype) -> jax.Array:
         """``[series, steps]``, by one cumulative sum."""
@@ -243,13 +270,9 @@ class MissedSteps:
         if self.decays:
             paces = self.pace(steps, dtype)
             left = left * jnp.exp(jnp.cumsum(paces) - paces)
-        terms = [
-            self._terms(series, steps, dtype) * _powers(series.ratio, -back, dtype)
-            for series in self.series
-        ]
-        factors = [_powers(series.ratio, back + 1, dtype) for series in self.series]
-        sums = jnp.cumsum(jnp.stack(terms) * left[None], axis=1) * jnp.stack(factors)
-        return jnp.pad(sums, ((0, 0), (1, 0)))
+        terms = self._terms(jnp, steps, dtype) * self._powers(-back, dtype)
+        sums = jnp.cumsum(terms * left[None], axis=1) * self._powers(back + 1, dtype)
+        return self._summed_up(jnp, jnp.pad(sums, ((0, 0), (1, 0))), dtype)
 
 
 def momentum_series(b1: Scalar, nesterov: bool = False, corrected: bool = True) -> Series:
@@ -288,27 +311,27 @@ def weight_seen(decay: Scalar, steps: Steps) -> Any:
     return 1 - decay**steps
 
 
-def two_steps(sums: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Two pairs ``(w/q, q)`` that replace all the missed steps, given their moments.
+def two_steps(xp: Any, sums: Any, dtype: np.dtype) -> Any:
+    """Two sizes ``w/q``, then the ``q`` of each: two steps in place of all missed ones.
 
     This is Gauss' quadrature with two nodes: exact for every cubic in ``q``, and so for a
-    step whose ``eps`` is nothing, or everything, against the root.
+    step whose ``eps`` is nothing, or everything, against the root. By NumPy or JAX.
     """
-    total = jnp.where(sums[0] != 0, sums[0], 1.0)
-    mean, square, cube = (x / total for x in sums[1:])
+    total = xp.where(sums[0] != 0, sums[0], 1.0)
+    mean, square, cube = sums[1:] / total[None]
     variance = square - mean**2
     # Of a single step it is rounding, and its root has an infinite derivative at zero.
-    varies = variance > ROUNDING * jnp.finfo(square.dtype).eps * square
-    variance = jnp.where(varies, variance, 1.0)
+    varies = variance > ROUNDING * jnp.finfo(dtype).eps * square
+    variance = xp.where(varies, variance, 1.0)
     third = cube - 3 * mean * square + 2 * mean**3
-    skew = jnp.where(varies, third / (2 * variance), 0.0)
-    apart = jnp.where(varies, jnp.sqrt(skew**2 + variance), 0.0)
-    upper = jnp.where(varies, (apart - skew) / jnp.where(varies, 2 * apart, 1), 0.5)
-    low, high = jnp.maximum(mean + skew - apart, 0.0), mean + skew + apart
+    skew = xp.where(varies, third / (2 * variance), 0.0)
+    apart = xp.where(varies, xp.sqrt(skew**2 + variance), 0.0)
+    upper = xp.where(varies, (apart - skew) / xp.where(varies, 2 * apart, 1), 0.5)
+    low, high = xp.maximum(mean + skew - apart, 0.0), mean + skew + apart
     # Learning rates of both signs have no mean; the root is then taken as it was.
     usual = (mean > 0) & (square > 0)
-    low, high = jnp.where(usual, low, 1.0), jnp.where(usual, high, 1.0)
-    return ((1 - upper) * sums[0], low), (upper * sums[0], high)
+    low, high = xp.where(usual, low, 1.0), xp.where(usual, high, 1.0)
+    return xp.stack([(1 - upper) * sums[0], upper * sums[0], low, high])
 
 
 def fading(decay: Scalar, missed: Missed) -> jax.Array:
@@ -329,12 +352,13 @@ def _at_each(value: Scalar | Schedule, steps: Steps, dtype: np.dtype) -> Any:
     return jnp.broadcast_to(jnp.asarray(value, dtype), steps.shape)
 
 
-def _read(columns: Arrays, rows: jax.Array) -> Arrays:
-    """The numbers ``[n]`` in each of some columns, whose last number goes on for ever."""
-    return tuple(
-        column.at[jnp.minimum(rows, column.shape[0] - 1)].get(mode="promise_in_bounds")
-        for column in columns
-    )
+def _read(table: jax.Array, steps: jax.Array) -> jax.Array:
+    """The numbers ``[series, n]`` in columns of a table, whose last goes on for ever.
+
+    Each series by itself: of all together a TPU would read a tile for each number.
+    """
+    near = jnp.minimum(steps, table.shape[1] - 1)
+    return jnp.stack([x.at[near].get(mode="promise_in_bounds") for x in table])
 
 
 def _steps_to_vanish(ratio: Scalar, dtype: np.dtype) -> int:

@@ -20,7 +20,13 @@ from jslices._jax import flatten
 from jslices._place import boundary
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
+from jslices._slices import (
+    IndexedSlices,
+    check_slices,
+    each_shard,
+    is_slices,
+    takes_tables,
+)
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -43,6 +49,10 @@ class StateOfRows:
         dtype = access.index_dtype(self.num_rows, np.dtype(np.int32))
         rows = self.numbers.astype(dtype).at
         return lambda at: f(rows[at].get(mode="fill", fill_value=self.num_rows))
+
+
+#: Which argument the first result of a part is like.
+_LIKE = {"update": (0, 0), "apply": (2, 0), "catch_up": (0, 0), "flush": (0, 0)}
 
 
 class GradientTransformation:
@@ -95,7 +105,7 @@ class GradientTransformation:
         parts = {"init": init, "update": update, "catch_up": catch_up, "flush": flush}
         parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
         self._parts: dict[str, Any] = {**parts, "of_rows": of_rows}
-        self.init, self._plan = init, plan
+        self.init, self._plan = takes_tables()(init), plan
         names = ("update", "apply", "catch_up", "flush", "peek")
         self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
         self._step = step or in_two(self.update)
@@ -133,6 +143,7 @@ class GradientTransformation:
         parameters = inspect.signature(part).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
+        @takes_tables(*_LIKE.get(name, ()))
         @functools.wraps(part)
         def run(grads: PyTree, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
             if isinstance(state, StateOfRows):
@@ -163,7 +174,8 @@ class GradientTransformation:
         """
         names = ("update", "apply", "catch_up", "flush", "peek")
         steps = {name: self._parts[name] for name in names if self._parts[name]}
-        return self.replace(**{name: boundary.one_program(x) for name, x in steps.items()})
+        steps = {name: boundary.one_program(x) for name, x in steps.items()}
+        return self.replace(of_rows=self._parts["of_rows"], **steps)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
@@ -299,12 +311,21 @@ def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
 
 
 def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
-    """Refuse slices where parameters are a tree."""
+    """Refuse slices where parameters are a tree, and a pair where they are none."""
     if isinstance(grads, IndexedSlices) and isinstance(params, dict | list | tuple):
         raise TypeError(
             f"{call} got {grads} alone, where parameters are a {type(params).__name__}; "
             "pass the whole tree that js.grad or js.value_and_grad returned, or the one "
             "array as parameters"
+        )
+    if type(grads) is not tuple or len(grads) != 2 or params is None:
+        return
+    trees = [flatten(x, is_leaf)[1] for x in (params, grads, *grads)]
+    if trees[0] != trees[1] and trees[0] in trees[2:]:
+        raise TypeError(
+            f"{call} got a pair, and one part of it has the structure of the parameters; "
+            "unpack it: value, grads = jslices.value_and_grad(loss)(params, ...), or "
+            "updates, state = tx.update(grads, state, params)"
         )
 
 
@@ -419,6 +440,7 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     return _apply_updates(params, updates, key)
 
 
+@takes_tables("params")
 @boundary.one_program
 @boundary.on_any_mesh(boundary.like_first)
 def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:

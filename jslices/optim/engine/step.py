@@ -18,7 +18,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from jslices import _jax
-from jslices._place.boundary import platform_at_hand, row_major_array
+from jslices._place.boundary import platform_of, row_major_array
 from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
 from jslices._slices import IndexedSlices, each_shard, slices_of
@@ -201,7 +201,7 @@ def step_rows(
         number, and then all arrays have these axes.
       read: arrays ``[V, ...]`` whose rows are only read.
       state: arrays ``[V, ...]`` whose rows are written back.
-      adds: whether the update is added to the one array that is read, or returned.
+      adds: whether the update is added to the first array that is read, or returned.
       linear: whether the update of a sum is the sum of the updates.
       unique: whether no row is named twice, and all rows are not to be stepped.
 
@@ -229,7 +229,8 @@ def step_rows(
         )
 
     distinct = unique or grad.facts.distinct
-    by_rows, at_hand = every if state or not linear else (), platform_at_hand()
+    by_rows = every if state or not linear else ()
+    at_hand = platform_of(grad.values, *every)
     cpu, other = (
         choose_plan(grad, by_rows, x, linear=linear, unique=unique, at_hand=at_hand)
         for x in ("cpu", "gpu")
@@ -368,7 +369,7 @@ def read_rows(
 
     Empty entries read the last row.
     """
-    platform = platform_at_hand()
+    platform = platform_of(*arrays)
     return [_read_rows(x, indices, row_axes, platform) for x in arrays]
 
 
@@ -420,7 +421,8 @@ def _in_chunks(
             fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
             ids = jnp.where(fresh, cut(indices), height)
-            rows = (*([first] if adds else arrays[:num_read]), *state)
+            read = [first, *arrays[1:num_read]] if adds else arrays[:num_read]
+            rows = (*read, *state)
             new, *state = _together(kernel, ids, cut(values), sizes, rows, num_read, adds)
             if not adds:
                 new = access.where_rows(fresh, new, cut(first))

@@ -11,7 +11,7 @@ from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, is_function, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
-from jslices._place.boundary import laid_out_as, on_any_mesh
+from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of
 from jslices._place.hints import HINT_BYTES, hint_large_step, hint_tiles, warn_of_columns
 from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices, is_slices
@@ -76,6 +76,8 @@ class _RuleOnTrees:
         self.names = tuple(rule.state)
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
+        #: Whether what noise knows rows by is read with the parameter, and not kept.
+        self.is_noisy = rule.missed is not None and rule.missed.noise is not None
         #: Whether rows have caught up, or a warning said that none has.
         self.has_caught_up = False
 
@@ -158,16 +160,17 @@ class _RuleOnTrees:
             protocol.paths_of(tree),
             self._rules(params, tree),
             leaves,
-            self._arrays(state, tree),
+            self._arrays(state, tree, params),
             _parameters(tree, params, reads_params),
             is_peeked,
             strict=True,
         ):
             shapes = functools.partial(self.state_shapes, rule)
-            mine = arrays[: len(self.names)]
+            mine = arrays[self.is_noisy :][: len(self.names)]
             grad = checked_gradient(path, grad, param, mine, shapes)
             kernel = kernel_of(rule, isinstance(grad, IndexedSlices), *kind)
-            results.append(_step_leaf(adds, path, rule, kernel, grad, param, arrays))
+            read, kept = [param, *arrays[: self.is_noisy]], arrays[self.is_noisy :]
+            results.append(_step_leaf(adds, path, rule, kernel, grad, read, kept))
         new = self._with_arrays(new, tree, [arrays for _, arrays in results])
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
@@ -186,7 +189,7 @@ class _RuleOnTrees:
             if rule.missed is None:
                 return kernel
             missed = missed_by(rule) if is_peeked else None
-            return exact.with_clock(kernel, rule, state.count, new.clock.run, missed)
+            return exact.with_clock(kernel, rule, state.count, new.clock, missed)
 
         return kernel_of
 
@@ -196,7 +199,7 @@ class _RuleOnTrees:
         rules, shapes = self._rules(params, tree), tree.flatten_up_to(params)
         return tree.unflatten(
             [
-                _plan_of(rule, grad, param, platform or jax.default_backend())
+                _plan_of(rule, grad, param, platform or platform_of())
                 for rule, grad, param in zip(rules, leaves, shapes, strict=True)
             ]
         )
@@ -228,7 +231,7 @@ class _RuleOnTrees:
     def _missed(self, state: State) -> Callable[[Rule], Partial]:
         """From a rule to what its rows do that are behind."""
         return functools.cache(
-            lambda rule: exact.missed_steps(rule, state.count, state.clock.run)
+            lambda rule: exact.missed_steps(rule, state.count, state.clock)
         )
 
     @on_any_mesh(lambda self, *args: protocol.shardings_of_params(*args))
@@ -244,13 +247,14 @@ class _RuleOnTrees:
         """
         leaves, tree = flatten(params)
         missed_by, rules = self._missed(state), self._rules(params, tree)
-        clock_at, count = 1 + len(self.names), state.count
+        num_read = 1 + self.is_noisy
+        how = num_read + len(self.names), state.count, num_read
         new = [
             None
             if rows is False
-            else exact.caught_up(missed_by(rule), rows, [p, *arrays], clock_at, count)
+            else exact.caught_up(missed_by(rule), rows, [p, *arrays], *how)
             for rule, rows, p, arrays in zip(
-                rules, behind, leaves, self._arrays(state, tree), strict=True
+                rules, behind, leaves, self._arrays(state, tree, params), strict=True
             )
         ]
         pairs = zip(leaves, new, strict=True)
@@ -266,7 +270,7 @@ class _RuleOnTrees:
         peeked = [
             exact.peeked(missed_by(rule), behind, [p, *arrays])
             for rule, behind, p, arrays in zip(
-                rules, rows, leaves, self._arrays(state, tree), strict=True
+                rules, rows, leaves, self._arrays(state, tree, params), strict=True
             )
         ]
         return tree.unflatten(peeked)
@@ -319,9 +323,12 @@ class _RuleOnTrees:
         # A None gradient stands for None or any part of the parameters: none is stepped.
         return [r if isinstance(r, Rule) else self.rule for r in rules]
 
-    def _arrays(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
+    def _arrays(
+        self, state: State, tree: PyTreeDef, params: Params
+    ) -> list[list[jax.Array]]:
         """For each leaf its state arrays; then ``last`` and the snapshot of a clock.
 
+        If there is noise, what it knows rows by is in front of them.
         Where a None gradient stands for None, or for a part of the parameters, it is
         whatever the state has there.
         """
@@ -331,10 +338,15 @@ class _RuleOnTrees:
             return arrays
         last = arrays_of(state.clock, "last", tree)
         snapshots = tree.flatten_up_to(state.clock.snapshot)
-        return [
+        arrays = [
             [*mine, x, *(snapshot if isinstance(snapshot, tuple) else ())]
             for mine, x, snapshot in zip(arrays, last, snapshots, strict=True)
         ]
+        if self.is_noisy:
+            rows = protocol.paths_of(tree), last, tree.flatten_up_to(params)
+            names = map(exact.row_names, *rows)
+            arrays = [[name, *mine] for name, mine in zip(names, arrays, strict=True)]
+        return arrays
 
     def _with_arrays(
         self, state: State, tree: PyTreeDef, arrays: Sequence[tuple[jax.Array, ...] | None]
@@ -394,18 +406,19 @@ def _step_leaf(
     rule: Rule,
     kernel: Kernel,
     grad: Leaf,
-    param: Leaf,
+    read: Sequence[Any],
     arrays: Sequence[jax.Array],
 ) -> tuple[Leaf, tuple[jax.Array, ...] | None]:
     """The parameter, or its update where nothing is added, and the new state arrays.
 
-    None for these where they stay as they are. ``param`` may be None where neither the rule
-    reads it nor anything is added.
+    None for these where they stay as they are. The parameter, the first that is ``read``,
+    may be None where neither the rule reads it nor anything is added.
     """
+    param = read[0]
     if grad is None or protocol.has_no_rows(grad):
         return (param if adds else grad), None
     if adds and param is None:  # whose state moves all the same, as by `update`
-        return None, _step_leaf(False, path, rule, kernel, grad, param, arrays)[1]
+        return None, _step_leaf(False, path, rule, kernel, grad, read, arrays)[1]
     if adds:
         protocol.check_kinds(path, grad, param)
     if (
@@ -415,11 +428,11 @@ def _step_leaf(
     ):
         grad = grad.coalesce()
     if not isinstance(grad, IndexedSlices) or rule.update_slices is not None:
-        update, *new = kernel(grad, param, *arrays)
+        update, *new = kernel(grad, *read, *arrays)
         return protocol.add_update(path, update, param) if adds else update, tuple(new)
     how = {"adds": adds, "linear": rule.linear}
     if param is not None:
-        stepped, *new = step_rows(kernel, grad, [param], arrays, **how)
+        stepped, *new = step_rows(kernel, grad, read, arrays, **how)
     else:
         without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
         stepped, *new = step_rows(without, grad, [], arrays, **how)
@@ -510,9 +523,8 @@ def checked_gradient(
                 "sum it first: IndexedSlices(s.values.reshape(-1, *row_shape), "
                 "s.indices.reshape(-1), s.dense_shape)"
             )
-        num_bytes = grad.values.nbytes
-        if is_below(HINT_BYTES - 1, num_bytes):
-            hint_large_step(num_bytes)
+        if is_below(HINT_BYTES - 1, grad.values.nbytes):
+            hint_large_step(grad.values)
         if grad.dense_shape is None:
             tall = [x for x in (param, *state) if x is not None]
             if not tall:
@@ -531,7 +543,7 @@ def checked_gradient(
     axes = grad.row_axes if isinstance(grad, IndexedSlices) else 1
     if axes > 1:
         _check_row_axes(path, axes, shape, state)
-        hint_tiles(path, shape, axes, dtype)
+        hint_tiles(path, shape, axes, grad.values)
     return grad
 
 

@@ -24,7 +24,7 @@ from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten
 from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
-from jslices._slices import IndexedSlices, deduplicated, is_slices
+from jslices._slices import IndexedSlices, deduplicated, is_slices, takes_tables
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, StateOfRows, is_leaf
@@ -59,6 +59,7 @@ def _for_gradients(
 
 
 @_for_gradients("clip_global_norm(max_norm)")
+@takes_tables("tree", 0)
 def clip_by_global_norm(
     tree: PyTree, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
 ) -> tuple[Any, jax.Array]:
@@ -112,6 +113,7 @@ def _clipped_by_global_norm(
     return flatten(tree, is_leaf)[1].unflatten(clipped), norm
 
 
+@takes_tables("t")
 def clip_by_norm(
     t: Leaf, clip_norm: ArrayLike, axes: int | Sequence[int] | None = None
 ) -> Any:
@@ -153,6 +155,7 @@ def clip_by_norm(
 
 
 @_for_gradients("clip_row_norms(max_norm)")
+@takes_tables("t")
 def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """Scales down the rows of ``t`` whose own norm exceeds a limit.
 
@@ -188,6 +191,7 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     return _clip_over(t, limit, name=name, axes=tuple(range(first, t.ndim)))
 
 
+@takes_tables("t")
 def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
     """Scales ``t`` down so that its norm divided by its size is at most a limit.
 
@@ -223,6 +227,7 @@ def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
 
 
 @_for_gradients("clip(max_delta)")
+@takes_tables("t")
 def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
     """Brings every element of ``t`` between two bounds.
 
@@ -367,7 +372,17 @@ def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
     Source: ours. With a limit per row, one frequent row cannot scale down all others.
     """
     check_limit("clip_row_norms", "max_norm", max_norm, single=True)
-    return each_leaf(lambda g: clip_rows_by_norm(g, max_norm))
+
+    def clipped(path: tuple[Any, ...], g: Leaf) -> Any:
+        if g is not None and g.ndim == 0:
+            raise ValueError(
+                f"clip_row_norms got a scalar at {jax.tree_util.keystr(path)}; leave out "
+                "scalars: jslices.optim.masked(jslices.optim.clip_row_norms(max_norm), "
+                "lambda params: jax.tree.map(lambda p: p.ndim > 0, params))"
+            )
+        return g if g is None else clip_rows_by_norm(g, max_norm)
+
+    return stateless(lambda g: jax.tree.map_with_path(clipped, g, is_leaf=is_leaf))
 
 
 @combinator

@@ -13,11 +13,12 @@ from jslices._arguments import check_array
 from jslices._jax import flatten
 from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
-from jslices._slices import as_array, deduplicated, is_slices, slices_of
+from jslices._slices import as_array, deduplicated, is_slices, slices_of, takes_tables
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf, paths_of
 
 
+@takes_tables()
 def global_norm(tree: PyTree) -> jax.Array:
     """The square root of the sum of the squares of everything in ``tree``.
 
@@ -57,6 +58,7 @@ def _global_norm(tree: PyTree) -> jax.Array:
     return norm_of_leaves(coalesced_leaves("global_norm", tree))
 
 
+@takes_tables()
 def all_finite(tree: PyTree) -> jax.Array:
     """Whether the gradients in ``tree`` are free of NaN and infinities.
 

@@ -18,7 +18,7 @@ from jslices._grad.call import (
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
 from jslices._jax import is_symbolic
-from jslices._place.boundary import mesh_of, platform_at_hand
+from jslices._place.boundary import mesh_of, platform_of
 from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
@@ -141,6 +141,7 @@ def train_step(
         value, aux, (grads,) = differentiated(call, planned, taken=taken)
         if any(map(jnp.iscomplexobj, call.primals)):
             grads = tree.map(lambda g: g.conj(), grads)
+        state = _after(value, state) if taken else state
         params, state = tx.apply(grads, state, params, value=value, exact=True, **peeked)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
@@ -150,6 +151,23 @@ def train_step(
 def _ids(rows: IndexedSlices | bool | None) -> PyTree:
     """What catches up of a leaf, as lookup_ids gives it."""
     return leaf_ids(rows) if isinstance(rows, IndexedSlices) else rows
+
+
+def _after(value: jax.Array, state: State) -> State:
+    """The state, whose counts are not known before the value of the loss.
+
+    Rows read aside read their clocks, and the step writes these, from counts alone. XLA:CPU
+    copies the whole ``[V]`` of a clock, twice, where nothing tells which comes first, and
+    drops ``optimization_barrier`` before it asks (jax 0.10.2). No value exceeds infinity,
+    but XLA does not know that.
+    """
+    none = jnp.where(value > jnp.inf, 1, 0)
+
+    def later(x: Any) -> Any:
+        is_count = jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer)
+        return x + none.astype(x.dtype) if is_count else x
+
+    return jax.tree.map(later, state)
 
 
 def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
@@ -164,5 +182,5 @@ def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | No
     count, num_rows = rows.indices.shape[0], table.table_shape[0]
     if planned.eager or mesh_of(table.aval) is not None or is_symbolic(count + num_rows):
         return False
-    enough = entries_of_a_pass(num_rows, table.row_bytes, False, platform_at_hand())
+    enough = entries_of_a_pass(num_rows, table.row_bytes, False, platform_of(table.aval))
     return 0 < count < enough

@@ -1,0 +1,413 @@
+"""Tables whose gradient under plain ``jax.grad`` is rows (jslices.experimental)."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jslices as js
+
+try:
+    from jslices import experimental
+except ImportError as error:
+    pytestmark = pytest.mark.skip(f"no jax.experimental.hijax: {error}")
+
+V, D = 9, 3
+ARRAY = jnp.sin(jnp.arange(V * D, dtype=jnp.float32)).reshape(V, D)
+IDS = jnp.array([3, 5, 3, -1, 12])
+W = jnp.array([0.3, -0.5, 0.2])
+BATCH = jnp.stack([IDS, IDS[::-1], IDS + 1])
+ROOM = 40
+#: What JAX's own gradients of lookups in loops, branches and loops with no end need.
+WANTS_ROOM = ("scan", "nested_scan", "cond", "switch", "loop")
+
+
+def table(room=None, array=ARRAY, **kwargs):
+    return experimental.table(array + 0, room, **kwargs)
+
+
+def _twice(t, w):
+    return jnp.tanh(t[IDS] @ w).sum() ** 2 + (t[IDS[:2] - 1] @ w).sum()
+
+
+def _scan(t, w):
+    def body(c, ids):
+        return 0.9 * c + jnp.sin(t[ids] @ w).sum(), None
+
+    return jax.lax.scan(body, 0.0, BATCH)[0] + (t[2] * w).sum()
+
+
+def _nested_scan(t, w):
+    def body(c, ids):
+        def inner(c, i):
+            return (0.9 * c + jnp.sin(t[i] @ w), None)
+
+        return jax.lax.scan(inner, c + (t[ids[0]] * w).sum(), ids)[0], None
+
+    return jax.lax.scan(body, 0.0, BATCH)[0]
+
+
+def _custom_vjp(t, w):
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+    return sine(t[IDS] @ w).sum()
+
+
+def _custom_vjp_of_table(t, w):
+    def pull(t, w):
+        return jax.vjp(lambda t, w: jnp.sin(t[IDS] @ w), t, w)
+
+    read = jax.custom_vjp(lambda t, w: jnp.sin(t[IDS] @ w))
+    read.defvjp(lambda t, w: (pull(t, w)[0], (t, w)), lambda tw, g: pull(*tw)[1](g))
+    return read(t, w).sum()
+
+
+PROGRAMS = {
+    "twice": _twice,
+    "jit": lambda t, w: jax.jit(_twice)(t, w),
+    "scan": _scan,
+    "nested_scan": _nested_scan,
+    "cond": lambda t, w: jax.lax.cond(
+        w[0] > 0, lambda t: (t[IDS] @ w).sum(), lambda t: (t[0] * w).sum(), t
+    ),
+    "switch": lambda t, w: jax.lax.switch(
+        2, [lambda t: (t[IDS] @ w).sum(), lambda t: w.sum(), lambda t: (t[1] * w).sum()], t
+    ),
+    "loop": lambda t, w: jax.lax.fori_loop(0, 3, lambda k, c: c + jnp.sin(t[k] @ w), 0.0),
+    "checkpoint_after": lambda t, w: jax.checkpoint(
+        lambda rows, w: jnp.tanh(rows @ w).sum(),
+        policy=jax.checkpoint_policies.dots_saveable,
+    )(t[IDS], w),
+    "vmap": lambda t, w: jax.vmap(lambda i: jnp.tanh(t[i] @ w))(IDS).sum(),
+    "custom_vjp": _custom_vjp,
+    "custom_vjp_of_table": _custom_vjp_of_table,
+    "none": lambda t, w: w.sum(),
+    "stopped": lambda t, w: jax.lax.stop_gradient(t[IDS]).sum() * w.sum(),
+}
+FORMS = {
+    "scalar": lambda t: t[4],
+    "negative": lambda t: t[-2],
+    "no ids": lambda t: t[jnp.zeros((0,), int)],
+    "matrix": lambda t: t[BATCH],
+    "uint8": lambda t: t[jnp.array([1, 200], jnp.uint8)],
+    "slice": lambda t: t[1:8:3],
+    "columns": lambda t: t[IDS, :2],
+    "column": lambda t: t[IDS, 1],
+    "dots": lambda t: t[IDS, ...],
+    "at": lambda t: t.at[IDS].get(),
+    "fill": lambda t: t.at[IDS].get(mode="fill", fill_value=2.0),
+    "clip": lambda t: t.at[IDS].get(mode="clip"),
+    "astype": lambda t: t.astype(jnp.bfloat16)[IDS].astype(jnp.float32),
+    "lookup": lambda t: jnp.nan_to_num(js.embedding_lookup(t, IDS)),
+    "lookup with options": lambda t: js.embedding_lookup(
+        t, IDS, mode="clip", max_norm=0.5, padding_id=3
+    ),
+    "shards": lambda t: js.embedding_lookup([t, t], [0, 7, 3]),
+    "bags": lambda t: js.embedding_lookup_sparse(t, BATCH % V, combiner="mean"),
+    "whole": lambda t: t if isinstance(t, jax.Array) else t.array,
+}
+
+
+def dense(grad):
+    return grad.to_dense() if js.is_slices(grad) else grad
+
+
+def assert_close(got, want, **kwargs):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(dense(x), y, atol=2e-6, **kwargs),
+        got,
+        want,
+        is_leaf=js.is_slices,
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_jax_grad_gives_rows(name, compiled):
+    f = PROGRAMS[name]
+    want = jax.value_and_grad(f, (0, 1))(ARRAY, W)
+    for room in (ROOM,) if name in WANTS_ROOM else (None, ROOM):
+        grad = jax.value_and_grad(f, (0, 1))
+        got = (jax.jit(grad) if compiled else grad)(table(room), W)
+        assert js.is_slices(got[1][0]) and got[1][0].indices.shape[0] <= ROOM + 10
+        assert_close(got, want)
+
+
+@pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")  # of the array
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_lookups(form):
+    def f(t):
+        return (jnp.sin(FORMS[form](t)) * 3).sum()
+
+    grad = jax.jit(jax.grad(f))(table())
+    assert_close((f(table()), grad), (f(ARRAY), jax.grad(f)(ARRAY)))
+    assert_close(grad, dense(js.grad(f)(ARRAY)))
+
+
+@pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
+def test_random_programs():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        forms = [FORMS[name] for name in rng.choice(list(FORMS), 3)]
+        scales, batched = rng.normal(size=3), rng.random() < 0.3
+
+        def f(t, forms=forms, scales=scales):
+            terms = [jnp.tanh(form(t)).sum() for form in forms]
+            return jnp.stack(terms) @ scales
+
+        def g(t, f=f, batched=batched):
+            return jax.vmap(lambda s: s * f(t))(jnp.arange(3.0)).sum() if batched else f(t)
+
+        assert_close(jax.jit(jax.grad(g))(table()), jax.grad(g)(ARRAY), rtol=1e-4)
+
+
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_other_derivatives(room):
+    t, f = table(room), lambda t: _twice(t, W)
+    slices = js.IndexedSlices(jnp.ones((3, D)), jnp.array([3, 3, 8]), (V, D))
+    tangent, direction = experimental.like(slices, t), slices.to_dense()
+    assert_close(jax.jvp(f, (t,), (tangent,)), jax.jvp(f, (ARRAY,), (direction,)))
+    assert_close(
+        jax.jit(lambda t, d: jax.linearize(f, t)[1](d))(t, tangent),
+        jax.jvp(f, (ARRAY,), (direction,))[1],
+    )
+    assert_close(jax.vjp(f, t)[1](2.0)[0], 2 * jax.grad(f)(ARRAY))
+    assert_close(
+        jax.jvp(jax.grad(f), (t,), (tangent,))[1],
+        jax.jvp(jax.grad(f), (ARRAY,), (direction,))[1],
+    )
+
+    def penalty(t):
+        return (jax.grad(lambda w: _twice(t, w))(W) ** 2).sum()
+
+    assert_close(jax.jit(jax.grad(penalty))(t), jax.grad(penalty)(ARRAY), rtol=1e-4)
+
+
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_vmap(room):
+    def f(t, ids):
+        return jnp.tanh(t[ids] @ W).sum() + (t[ids[0]] * W).sum()
+
+    each = jax.jit(jax.vmap(jax.grad(f), (None, 0)))(table(room), BATCH)
+    assert each.shape == (3, V, D)
+    assert_close(each, jax.vmap(jax.grad(f), (None, 0))(ARRAY, BATCH))
+    arrays = jnp.stack([ARRAY, 2 * ARRAY, -ARRAY])
+    tables = table(room, arrays)
+    want = jax.vmap(jax.grad(f))(arrays, BATCH % V)
+    assert_close(jax.vmap(jax.grad(f))(tables, BATCH % V), want)
+    together = jax.grad(lambda t: jax.vmap(f)(t, BATCH % V).sum())
+    assert_close(jax.jit(together)(table(room, arrays, row_axes=2)), want)
+    with pytest.raises(TypeError, match=r"row_axes=2"):
+        together(tables)
+    pull = jax.vjp(lambda t: f(t, IDS), table(room))[1]
+    assert_close(jax.vmap(pull)(jnp.ones(2))[0][1], jax.grad(f)(ARRAY, IDS))
+
+
+def test_rows_of_two_axes():
+    arrays = jnp.stack([ARRAY, 2 * ARRAY])
+
+    def f(t):
+        return jnp.sin(t[1, IDS]).sum() + jnp.cos(t[jnp.array([[0], [1]]), IDS[None]]).sum()
+
+    assert_close(jax.grad(f)(table(None, arrays, row_axes=2)), jax.grad(f)(arrays))
+
+
+def test_what_exceeds_the_room_is_not_dropped():
+    def loop(t):
+        return jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, BATCH)[0]
+
+    assert bool(js.all_finite(jax.jit(jax.grad(loop))(table(15))))
+    assert np.isnan(jax.jit(jax.grad(loop))(table(14)).values).any(1).all()
+    step = jax.jit(
+        lambda t: js.sgd(0.1).apply(jax.grad(loop)(t), js.sgd(0.1).init(t), t)[0]
+    )
+    assert np.isnan(step(table(14)).array[3]).all()
+    with pytest.raises(ValueError, match=r"5 entries got a table with room=4: .*room=5"):
+        jax.jit(jax.grad(lambda t: t[IDS].sum()))(table(4))
+    with pytest.raises(TypeError, match="carry"):
+        jax.grad(loop)(table())
+
+
+def loss(params, ids):
+    return (jnp.tanh(params["t"][ids] @ params["w"]) ** 2).sum()
+
+
+def params_of(room=None):
+    return {"t": table(room), "w": W + 0}
+
+
+def trained(tx, grad, params, in_two=False, compiled=True):
+    def step(params, state, ids):
+        if tx is EXACT:
+            params, state = tx.catch_up(params, state, {"t": ids, "w": None})
+        grads = grad(loss)(params, ids)
+        if not in_two:
+            return tx.apply(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return js.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    step = jax.jit(step, donate_argnums=(0, 1)) if compiled else step
+    for shift in range(3):
+        params, state = step(params, state, (IDS + shift) % V)
+    return params, state
+
+
+EXACT = js.adam(0.1, untouched="exact")
+OPTIMIZERS = {
+    "sgd": js.sgd(0.1),
+    "adam": js.adam(0.1),
+    "exact": EXACT,
+    "rowwise": js.rowwise_adagrad(0.1),
+    "chain": js.optim.chain(js.optim.clip_global_norm(0.1), js.adagrad(0.1)),
+}
+
+
+@pytest.mark.parametrize("in_two", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_take_tables(name, in_two):
+    tx = OPTIMIZERS[name]
+    want = trained(tx, js.grad, {"t": ARRAY + 0, "w": W + 0})
+    for room, compiled in ((None, True), (ROOM, True), (None, False)):
+        got = trained(tx, jax.grad, params_of(room), in_two, compiled)
+        assert isinstance(got[0]["t"], experimental.Table)
+        assert_close(experimental.arrays(got), want)
+
+
+def test_optax():
+    optax = pytest.importorskip("optax")
+    tx = js.from_optax(optax.adam(0.1))
+    want = trained(tx, js.grad, {"t": ARRAY + 0, "w": W + 0})
+    assert_close(experimental.arrays(trained(tx, jax.grad, params_of())), want)
+    tx, params = optax.chain(js.optim.clip_global_norm(0.1), js.adam(0.1)), params_of()
+    updates, _ = jax.jit(tx.update)(jax.grad(loss)(params, IDS), tx.init(params), params)
+    assert js.is_slices(updates["t"])
+    with pytest.raises(TypeError, match=r"jslices\.experimental\.table"):
+        optax.apply_updates(params, updates)
+
+
+def test_a_step_is_in_place_and_has_no_dense_buffer():
+    tx, height = js.adam(0.1), 10_000
+
+    def step(params, state, ids):
+        return tx.apply(jax.grad(loss)(params, ids), state, params)
+
+    array = jnp.ones((height, D))
+    params = {"t": experimental.table(array), "w": W}
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), IDS).compile()
+    )
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < array.nbytes / 10
+    assert memory.alias_size_in_bytes > 3 * array.nbytes
+
+
+def test_functions_of_gradients():
+    grads, other = (
+        jax.grad(loss)(params_of(), IDS),
+        jax.jit(jax.grad(loss))(params_of(), IDS),
+    )
+    want = jax.grad(loss)({"t": ARRAY, "w": W}, IDS)
+
+    @jax.jit
+    def all_of_them(x, y):
+        total = jax.tree.map(lambda a, b: 0.5 * a + b / 2 - b * jnp.float32(2), x, y)
+        return js.global_norm(x), js.clip_by_global_norm(x, 0.1), total, js.all_finite(y)
+
+    for norm, clipped, total, finite in (all_of_them(grads, other),):
+        np.testing.assert_allclose(norm, js.global_norm(want), rtol=1e-6)
+        assert_close(clipped, js.clip_by_global_norm(want, 0.1))
+        assert_close(total, jax.tree.map(jnp.negative, want), rtol=1e-5)
+        assert finite
+    with pytest.raises(TypeError, match=r"type g1 \+ g2"):
+        jax.jit(lambda x: jax.tree.map(jnp.sign, x))(grads)
+    with pytest.raises(TypeError, match="room=") as error:
+        jax.jit(lambda t: jax.grad(lambda t: t[IDS].sum())(t).values)(table())
+    assert "jslices.explain" in str(error.value)
+    values = jax.jit(lambda t: jax.grad(lambda t: t[IDS].sum())(t).values)(table(6))
+    assert values.shape == (6, D)
+
+
+def test_what_wants_the_whole_array_says_so():
+    t = table()
+    for f in (
+        lambda t: t @ W,
+        jnp.sum,
+        lambda t: jnp.take(t, IDS, axis=0),
+        lambda t: t.at[0].add(1),
+    ):
+        for run in (f, jax.jit(f)):
+            with pytest.raises((TypeError, AttributeError), match=r"table\.array"):
+                run(t)
+    for key, text in ((None, "more than rows"), ((IDS, IDS), r"\[\.\.\., columns\]")):
+        with pytest.raises(TypeError, match=text):
+            t[key]
+    with pytest.raises(NotImplementedError, match=r"jax\.checkpoint\(f\)\(table\[ids\]"):
+        jax.grad(lambda t: jax.checkpoint(lambda t: t[IDS].sum())(t))(t)
+    with pytest.raises(TypeError, match=r"int32\[3\]; leave it an array"):
+        experimental.table(jnp.arange(3))
+    for bad in ({"room": 0}, {"row_axes": 3}):
+        with pytest.raises(ValueError, match=r"experimental\.table"):
+            table(**bad)
+
+
+def test_arrays_and_back(tmp_path):
+    params = params_of(ROOM)
+    saver = js.Saver()
+    path = saver.save(experimental.arrays(params), str(tmp_path / "model"))
+    restored = experimental.like(saver.restore(path, experimental.arrays(params)), params)
+    assert restored["t"].room == ROOM
+    assert_close(experimental.arrays(restored), {"t": ARRAY, "w": W})
+
+
+def test_nnx_and_equinox_models():
+    nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
+
+    class Model(nnx.Module):
+        def __init__(self, array):
+            self.table = nnx.Param(array)
+
+        def __call__(self, ids):
+            return jnp.tanh(self.table.get_value()[ids]).sum()
+
+    results = [
+        nnx.value_and_grad(lambda m: m(IDS))(Model(array)) for array in (ARRAY, table())
+    ]
+    assert results[0][0] == results[1][0]
+    grads = [r[1]["table"].get_value() for r in results]
+    assert js.is_slices(grads[1])
+    assert_close(grads[1], grads[0])
+
+    layer = eqx.nn.Embedding(weight=ARRAY)
+    changed = eqx.tree_at(lambda m: m.weight, layer, table())
+
+    def f(m):
+        return jax.vmap(m)(IDS % V).sum()
+
+    def is_parameter(x):
+        return eqx.is_inexact_array(x) or isinstance(x, experimental.Table)
+
+    parts = eqx.partition(changed, is_parameter)
+    grads = jax.grad(lambda p: f(eqx.combine(p, parts[1])))(parts[0])
+    assert_close(grads.weight, eqx.filter_grad(f)(layer).weight)
+
+
+def test_the_page():
+    page = pathlib.Path(__file__).parent.parent / "docs" / "jax_grad.md"
+    names: dict = {}
+    exec(page.read_text().split("```python\n")[1].split("```")[0], names)
+    params, state = names["params"], names["state"]
+    ids, labels = jnp.array([7, 7, 3]), jnp.ones(3)
+    params, state, before = names["step"](params, state, ids, labels)
+    *_, after = names["step"](params, state, ids, labels)
+    assert after < before
+
+
+def test_it_loads_on_request_only():
+    program = "import sys, jslices; print('jslices.experimental' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert run.stdout == b"False\n"
