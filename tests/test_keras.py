@@ -675,3 +675,21 @@ def test_the_page_runs(name, count, tmp_path, monkeypatch):
     names = {"__name__": "page"}
     for block in blocks:
         exec(block, names)
+
+
+def test_the_first_program_has_the_losses_of_keras():
+    page = pathlib.Path(__file__).parent.parent / "docs" / "keras.md"
+    ours = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)[0]
+    theirs = ours.replace("jk.row_gradients(model)", "model")
+    theirs = re.sub(
+        r"jk.Optimizer\(.*?\n\)", "keras.optimizers.Adam(1e-2)", theirs, flags=re.S
+    )
+    assert theirs.count("jk.") == 0
+
+    def losses(code):
+        keras.utils.set_random_seed(0)
+        names = {"__name__": "page"}
+        exec(code, names)
+        return names["history"].history["loss"]
+
+    np.testing.assert_allclose(losses(ours), losses(theirs), rtol=1e-5)
