@@ -11,6 +11,9 @@ from helpers import slow_unless
 
 import jslices as js
 
+# Which is done here on purpose.
+ELSEWHERE = "ignore:this program is compiled for a TPU"
+pytestmark = pytest.mark.filterwarnings(ELSEWHERE)
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 platforms = pytest.mark.parametrize(
     ["platform"],
