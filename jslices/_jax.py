@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import sys
-import traceback
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -46,6 +45,7 @@ from jax.interpreters import partial_eval as pe
 from jaxlib.mlir.dialects import sdy
 
 from jslices._densify import JAX_FOLDER, OUR_FOLDER, UserLine, pick_user_line
+from jslices._instead import instead_of_optax
 from jslices._typing import Aval, PyTree, Size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -611,29 +611,6 @@ _OF_TREES = (
     "jslices.adam for optax.adam (and so on), jslices.apply_updates for eqx.apply_updates, "
     "jslices.optim.multi_steps for optax.MultiSteps, jslices.tree.map for jax.tree.map"
 )
-#: Optax's name -> ours, where they differ.
-_OF_OPTAX = {
-    "clip_by_global_norm": "jslices.optim.clip_global_norm",
-    "scale": "jslices.sgd or jslices.optim.scale",
-    "scale_by_rms": "jslices.rmsprop",
-    "scale_by_rss": "jslices.adagrad",
-    "scale_by_schedule": "jslices.sgd or jslices.optim.scale",
-    "trace": "jslices.sgd",
-}
-
-
-def instead_of_optax() -> str | None:
-    """What to type for the innermost transformation of Optax that is running, if any."""
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        name, is_update, _ = frame.f_code.co_qualname.partition(".<locals>.update")
-        if is_update and frame.f_globals.get("__name__", "").startswith("optax."):
-            ours, scaled = sys.modules["jslices.optim"], name.removeprefix("scale_by_")
-            if name in _OF_OPTAX or hasattr(ours, name):
-                return f"{_OF_OPTAX.get(name, f'jslices.optim.{name}')} for optax.{name}"
-            if hasattr(ours, scaled):
-                return f"jslices.{scaled} for optax.{scaled} (and so on)"
-            return f"jslices.from_optax(optax.{name}(...))"
-    return None
 
 
 # Where two trees differ JAX's error does not mention slices. It calls only ``tree_flatten``

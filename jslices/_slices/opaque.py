@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jslices import _jax
+from jslices._instead import instead_of_optax
 from jslices._rows.access import in_32_bits
 from jslices._typing import Leaf
 
@@ -42,7 +43,7 @@ def _words(dtype: np.dtype) -> int:
 
 def _advice() -> str:
     """What these are, and what to type instead of the function that met them."""
-    return f"{_WHAT} {_jax.instead_of_optax() or _INSTEAD}"
+    return f"{_WHAT} {instead_of_optax() or _INSTEAD}"
 
 
 #: For each a kind of random keys, and its dtype, which JAX moves but does not add.

@@ -1,0 +1,28 @@
+"""What to type in place of the transformation of Optax that is running."""
+
+import sys
+import traceback
+
+#: Optax's name -> ours, where they differ.
+_OF_OPTAX = {
+    "clip_by_global_norm": "jslices.optim.clip_global_norm",
+    "scale": "jslices.sgd or jslices.optim.scale",
+    "scale_by_rms": "jslices.rmsprop",
+    "scale_by_rss": "jslices.adagrad",
+    "scale_by_schedule": "jslices.sgd or jslices.optim.scale",
+    "trace": "jslices.sgd",
+}
+
+
+def instead_of_optax() -> str | None:
+    """What to type for the innermost transformation of Optax that is running, if any."""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        name, is_update, _ = frame.f_code.co_qualname.partition(".<locals>.update")
+        if is_update and frame.f_globals.get("__name__", "").startswith("optax."):
+            ours, scaled = sys.modules["jslices.optim"], name.removeprefix("scale_by_")
+            if name in _OF_OPTAX or hasattr(ours, name):
+                return f"{_OF_OPTAX.get(name, f'jslices.optim.{name}')} for optax.{name}"
+            if hasattr(ours, scaled):
+                return f"jslices.{scaled} for optax.{scaled} (and so on)"
+            return f"jslices.from_optax(optax.{name}(...))"
+    return None
