@@ -102,8 +102,9 @@ def losses(page, library, monkeypatch):
     names = {"__name__": "page"}
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "jslices", library)
-        for block in blocks[: first + 1]:
-            exec(block, names)
+        for block in blocks[: first + 1]:  # but smaller, and without its own steps
+            small = re.sub(r"\b\d+0_000\b", "1_000", block)
+            exec(re.split(r"^for ", small, flags=re.M)[0], names)
     step, state, tx = names["step"], names["state"], names["tx"]
 
     def anew(params):

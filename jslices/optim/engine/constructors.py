@@ -12,7 +12,13 @@ from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_arguments, shown
 from jslices._jax import flatten
-from jslices._place.boundary import on_any_mesh, one_program
+from jslices._place.boundary import (
+    drop_sharding,
+    explicit_mesh,
+    on_any_mesh,
+    one_program,
+    with_auto_axes,
+)
 from jslices._typing import Gradients, Key, Params, PyTree, Scalar, State
 from jslices.optim.engine.protocol import (
     GradientTransformation,
@@ -120,7 +126,9 @@ def optimizer(
         hashed = all(isinstance(x, HASHED) for x in leaves)  # a mask may be a tree of them
         if hashed and not numbers:
             return remembered(tree, *leaves)
-        tx = make(*args, **kwargs)
+        arrays = {name: x for name, x in numbers.items() if not callable(x)}
+        with with_auto_axes(explicit_mesh(arrays)):  # as in a step
+            tx = by_name(**(arguments | drop_sharding(arrays)))
         if hashed and not tx.catches_up:
             tx = asked_in_each_step(tx, numbers, tree, *leaves)
         elif not numbers and not any(map(_is_function, leaves)):
