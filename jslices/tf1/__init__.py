@@ -4,10 +4,13 @@ Variables, scopes and initializers work inside a function given to :func:`transf
 which turns it into pure functions: ``init``, ``apply`` and a pytree of
 :class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
 well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.
+A ``dtype`` of None means that of the value, for Python's numbers float32 and int32. What
+has the name of a function of jslices has its shapes, errors and cost. The source of each
+name is TensorFlow 1's of the same name.
 
 What differs from TensorFlow on purpose, apart from what each docstring says:
 
-* The order of the program decides what a read sees, not a session.
+* The order of the program decides what a read sees, which TensorFlow leaves undefined.
 * Operations have no names, so they take none from variables and scopes; profiles show those
   of scopes instead. ``v.op`` exists for ``v.op.name``.
 * Results computed from variables are JAX arrays, with NumPy's dtypes. Their operators take
@@ -32,13 +35,7 @@ from typing import NoReturn as _NoReturn
 
 from jslices import DensificationWarning as DensificationWarning
 from jslices import IndexedSlices as IndexedSlices
-from jslices.accumulators import ConditionalAccumulator as ConditionalAccumulator
-from jslices.accumulators import (
-    ConditionalAccumulatorBase as ConditionalAccumulatorBase,
-)
-from jslices.accumulators import (
-    SparseConditionalAccumulator as SparseConditionalAccumulator,
-)
+from jslices import accumulators as _accumulators
 from jslices.tf1 import _collections
 from jslices.tf1 import dtypes as dtypes
 from jslices.tf1 import errors as errors
@@ -118,6 +115,9 @@ from jslices.tf1.dtypes import uint64 as uint64
 from jslices.tf1.sparse import SparseTensor as SparseTensor
 
 # Long names, from the modules that define them.
+ConditionalAccumulator = _accumulators.ConditionalAccumulator
+ConditionalAccumulatorBase = _accumulators.ConditionalAccumulatorBase
+SparseConditionalAccumulator = _accumulators.SparseConditionalAccumulator
 GraphKeys = _collections.GraphKeys
 all_variables = _collections.all_variables
 assert_variables_initialized = _collections.assert_variables_initialized

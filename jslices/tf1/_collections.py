@@ -23,15 +23,9 @@ SomeVariables: TypeAlias = Mapping[str, Value] | Sequence[Variable] | None
 
 
 class GraphKeys:
-    """The names of TensorFlow's own collections.
+    """The names of TensorFlow's own collections, of which variables alone fill some."""
 
-    Only variables and their regularizers come into collections by themselves.
-
-    Source: ``tf.GraphKeys``.
-    """
-
-    VARIABLES = "variables"
-    GLOBAL_VARIABLES = "variables"
+    VARIABLES = GLOBAL_VARIABLES = "variables"
     LOCAL_VARIABLES = "local_variables"
     METRIC_VARIABLES = "metric_variables"
     MODEL_VARIABLES = "model_variables"
@@ -83,8 +77,8 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
       >>> model.apply(model.init(None))[0]
       Array(1.5, dtype=float32)
 
-    Source: ``tf.get_collection``. TensorFlow calls a regularizer when it creates the
-    variable; here a table that is only looked up keeps its row gradients if you don't ask.
+    TensorFlow calls a regularizer when it creates the variable; here a table that is only
+    looked up keeps its row gradients if you don't ask.
     """
     handles = _handles("get_collection", scope)
     if key != GraphKeys.REGULARIZATION_LOSSES:
@@ -115,8 +109,6 @@ def all_variables(scope: str | Variables | None = None) -> list[Variable] | Vari
 
     ``scope`` may also be :class:`jslices.tf1.Variables`; those of the collection are
     returned, with their values.
-
-    Source: ``tf.all_variables``, later ``tf.global_variables``.
     """
     return _of_collection("all_variables", GraphKeys.VARIABLES, scope)
 
@@ -124,10 +116,7 @@ def all_variables(scope: str | Variables | None = None) -> list[Variable] | Vari
 def trainable_variables(
     scope: str | Variables | None = None,
 ) -> list[Variable] | Variables:
-    """The variables that are trained, as :func:`jslices.tf1.all_variables` gives all.
-
-    Source: ``tf.trainable_variables``.
-    """
+    """The variables that are trained, as :func:`jslices.tf1.all_variables` gives all."""
     return _of_collection("trainable_variables", GraphKeys.TRAINABLE_VARIABLES, scope)
 
 
@@ -148,8 +137,6 @@ def report_uninitialized_variables(
       >>> tf.report_uninitialized_variables(tf.initialize_all_variables(
       ...     declared, jax.random.key(0)))
       []
-
-    Source: ``tf.report_uninitialized_variables``.
     """
     values = _values_of("report_uninitialized_variables", var_list)
     return [name for name, value in values.items() if not is_initialized(value)]
@@ -161,9 +148,7 @@ def assert_variables_initialized(var_list: SomeVariables = None) -> SomeVariable
     ``var_list`` is as for :func:`jslices.tf1.report_uninitialized_variables`.
 
     Raises:
-      FailedPreconditionError: naming every variable that has no value.
-
-    Source: ``tf.assert_variables_initialized``, which names one of these variables.
+      FailedPreconditionError: naming every variable that has no value, not only the first.
     """
     values = _values_of("assert_variables_initialized", var_list)
     if missing := report_uninitialized_variables(values):
@@ -182,8 +167,6 @@ def initialize_all_variables(
     """:func:`jslices.tf1.initialize_variables` of every name.
 
     Inside a transformed function, without ``variables``, it does nothing.
-
-    Source: ``tf.initialize_all_variables``, an operation to run in a session.
     """
     names = () if variables is None else _checked("initialize_all_variables", variables)
     return initialize_variables(list(names), variables=variables, key=key)
@@ -203,8 +186,7 @@ def initialize_variables(
       var_list: names or handles; an empty list changes nothing.
       name: ignored.
       variables: what ``abstract_init``, ``init`` or ``apply`` returned. None, inside a
-        transformed function: nothing is done and None is returned, as TensorFlow's
-        operation does nothing until a session runs it; ``model.init`` is that session.
+        transformed function, does nothing and returns None: ``model.init`` initializes.
       key: a PRNG key; the same key gives what ``init`` gives. None if nothing is random.
 
     Raises:
@@ -219,8 +201,6 @@ def initialize_variables(
       >>> after = tf.initialize_variables(["n"], variables=variables)
       >>> int(variables["n"]), int(after["n"])
       (4, 3)
-
-    Source: ``tf.initialize_variables``, later ``tf.variables_initializer``.
     """
     if isinstance(var_list, Variables):
         return initialize_variables(name, "init", var_list, variables)  # type: ignore[arg-type]

@@ -45,8 +45,6 @@ class VariableScope:
       initializer, regularizer, dtype: the defaults of :func:`jslices.tf1.get_variable`.
       original_name_scope: the name scope that the scope had when it was opened by name:
         ``"foo_1/"``. ``tf.name_scope(scope.original_name_scope)`` enters it again.
-
-    Source: ``tf.VariableScope``.
     """
 
     name: str
@@ -101,10 +99,7 @@ def current_scope(run: Run) -> VariableScope:
 
 
 def get_variable_scope() -> VariableScope:
-    """The scope that :func:`jslices.tf1.variable_scope` opened last, at first ``""``.
-
-    Source: ``tf.get_variable_scope``.
-    """
+    """The scope that :func:`jslices.tf1.variable_scope` opened last, at first ``""``."""
     return current_scope(current_run("get_variable_scope"))
 
 
@@ -148,8 +143,7 @@ def variable_scope(
       VariableScope('foo', reuse=True) True
       Variables(foo/v: float32[1])
 
-    Source: ``tf.variable_scope``; the order of arguments is that of its first releases.
-    Operations have no names in JAX; ``jax.named_scope`` shows the scope's in profiles.
+    The order of arguments is that of TensorFlow's first releases.
     """
     run = current_run("variable_scope")
     check_defaults("variable_scope", theirs)
@@ -243,13 +237,9 @@ def name_scope(
 ) -> Iterator[str]:
     """Put a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
 
-    Yields the unique name, with a slash.
-
-    Args:
-      name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that
-        very scope again, None leaves all scopes.
-      default_name: the name if ``name`` is None.
-      values: ignored; there is no graph.
+    Yields the unique name, with a slash. Opened twice, ``"ns"`` is ``ns`` and ``ns_1``;
+    ``"ns/"`` enters that very scope again. If ``name`` is None it is ``default_name``; if
+    both are, all scopes are left. ``values`` are ignored.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -258,8 +248,6 @@ def name_scope(
       ...         print(tf.Variable(0.0, name="v").name)
       >>> _ = tf.transform(model).init(None)
       foo/bar/v:0
-
-    Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
     """
     run, name = current_run("name_scope"), name or default_name
     with contextlib.ExitStack() as stack:
@@ -315,8 +303,8 @@ def get_variable(
       >>> model.apply(model.init(None, ids), ids)
       (Array(16., dtype=float32), Variables(table: float32[100, 8]))
 
-    Source: ``tf.get_variable``. The key of an initializer is the one given to ``init``
-    folded with the variable's name, so that a value depends on no other variable.
+    The key of an initializer is the one given to ``init`` folded with the variable's name,
+    so that a value depends on no other variable.
     """
     run = current_run("get_variable")
     check_defaults("get_variable", theirs)

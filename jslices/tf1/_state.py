@@ -59,8 +59,6 @@ class Variables(Mapping[str, Value]):
       (['w'], ['steps'])
       >>> (variables.trainable | variables.non_trainable).keys() == variables.keys()
       True
-
-    Source: ``tf.all_variables()`` with the values that TensorFlow keeps in a session.
     """
 
     _infos: tuple[VariableInfo, ...]

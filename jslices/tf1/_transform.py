@@ -45,12 +45,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
     a table that is only looked up. The calls are resolved while JAX traces, and cost
     nothing at run time.
 
-    Args:
-      fn: any function that creates the same variables whenever it runs, and does not
-        return a handle.
-
-    Returns:
-      A :class:`Transformed`: ``init``, ``apply`` and ``abstract_init``.
+    ``fn`` has to create the same variables whenever it runs, and to return no handle.
 
     Raises:
       ValueError: from ``apply``, for a variable that is missing or has another shape,

@@ -92,8 +92,6 @@ class Variable(ArrayOperators):
       >>> model.apply(model.init(None))
       (Array(1, dtype=int32), Variables(steps: int32[] not trainable))
 
-    Source: ``tf.Variable`` of TensorFlow 1, where the order of reads and assignments is
-    undefined; here it is that of the program.
     """
 
     info: VariableInfo  #: its static properties
