@@ -1,9 +1,8 @@
 """Collections of variables, and TensorFlow's functions of many variables at once.
 
 Inside a transformed function they are about the variables of this run, as TensorFlow's are
-about the graph. Those that make or check values are also pure functions of
-:class:`jslices.tf1.Variables`, which ``init`` and ``apply`` return. All results are in the
-order of creation.
+about the graph; or they are pure functions of :class:`jslices.tf1.Variables`, which
+``init`` and ``apply`` return. All results are in the order of creation.
 """
 
 import re
@@ -62,10 +61,8 @@ class GraphKeys:
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
     """The :class:`jslices.tf1.Variable` handles of a collection, or its losses.
 
-    ``key`` is one that variables were created with; or ``"regularization_losses"``, which
-    calls the regularizer of every variable that has one on its current value, and leaves
-    out results of None. ``scope`` is a regular expression that the beginning of the name
-    must match.
+    ``"regularization_losses"`` calls the regularizers on the current values, and leaves out
+    results of None. ``scope`` is a regular expression for the beginning of the name.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -107,8 +104,7 @@ def _handles(caller: str, scope: str | None) -> list[Variable]:
 def all_variables(scope: str | Variables | None = None) -> list[Variable] | Variables:
     """:func:`jslices.tf1.get_collection` of the key ``"variables"``: the handles of a run.
 
-    ``scope`` may also be :class:`jslices.tf1.Variables`; those of the collection are
-    returned, with their values.
+    Of :class:`jslices.tf1.Variables` as ``scope`` it gives those in the collection.
     """
     return _of_collection("all_variables", GraphKeys.VARIABLES, scope)
 
@@ -191,8 +187,8 @@ def initialize_variables(
 
     Raises:
       KeyError: for a name that is not in ``variables``.
-      ValueError: for variables whose initial value was an array that the function
-        computed, naming them; only ``model.init(key, *args)`` can make those.
+      ValueError: for initial values that the function computed from arrays: only
+        ``model.init(key, *args)`` can make those.
 
     Example:
       >>> import jslices.tf1 as tf

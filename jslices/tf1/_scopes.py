@@ -123,13 +123,10 @@ def variable_scope(
       name_or_scope: a name, opened within the current scope (``"a/b"`` is ``b`` in ``a``),
         or a scope that was opened before, whose whole path then replaces the current one.
       reuse: True shares existing variables only, AUTO_REUSE also creates missing ones;
-        False and None inherit from the enclosing scope (from the scope object, if one is
-        given).
-      initializer, dtype, regularizer: the defaults of variables and scopes within; None
-        inherits.
+        False and None inherit from ``name_or_scope`` or the enclosing scope.
+      initializer, dtype, regularizer: the defaults within; None inherits.
       default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
-      auxiliary_name_scope: False opens no name scope, so that :class:`jslices.tf1.Variable`
-        gets its name as outside.
+      auxiliary_name_scope: False opens no name scope for :class:`jslices.tf1.Variable`.
       theirs: as for :func:`jslices.tf1.get_variable`.
 
     Example:
@@ -274,20 +271,18 @@ def get_variable(
 
     Args:
       name: its name within the scope: ``v`` in the scope ``foo/bar`` is ``foo/bar/v:0``.
-      shape: that of a new variable. For a shared one: None, or a shape to check, with None
-        for an axis of any length.
+      shape: that of a new variable; of a shared one it is checked, unless it or an axis is
+        None.
       dtype: None means that of a constant initializer, else the scope's (float32).
-      initializer: a function ``init(key, shape, dtype)``, such as those of jslices or of
-        ``jax.nn.initializers``, TensorFlow's ``init(shape, dtype)``, whose first parameter
-        is called ``shape``, or one without parameters; or a constant, which then decides on
-        shape and dtype. None means the scope's, else ``glorot_uniform_initializer`` (zeros
-        for integers).
+      initializer: a function ``init(key, shape, dtype)`` as of ``jax.nn.initializers``,
+        ``init(shape, dtype)``, whose first parameter is called ``shape``, or ``init()``; or
+        a constant, which decides on shape and dtype. None means the scope's, else
+        ``glorot_uniform_initializer`` (zeros for integers).
       trainable: whether it belongs to ``variables.trainable``.
       collections: keys of the collections to put it into; None means ``["variables"]``.
       regularizer: a function of the array, whose result is in
         ``get_collection("regularization_losses")``. None means the scope's.
-      theirs: ``partitioner=None`` and the like: TensorFlow's other keywords, if they have
-        its defaults.
+      theirs: TensorFlow's other keywords, such as ``partitioner``, with its defaults.
 
     Raises:
       ValueError: if the variable exists and the scope does not reuse, if it does not exist
