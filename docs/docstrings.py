@@ -93,3 +93,12 @@ class Docstrings(griffe.Extension):
         if not obj.is_module:
             text += f"\n\n[[source]]({source_of(obj)}){{.source}}"
         obj.docstring.value = text
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Document names that are assigned, ``name = module.name``, like imported ones."""
+        for module in (pkg["tf1"], *pkg["tf1"].modules.values()):
+            for name, member in [*module.members.items()]:
+                value = None if member.is_alias else getattr(member, "value", None)
+                if isinstance(value, griffe.ExprAttribute | griffe.ExprName):
+                    alias = griffe.Alias(name, value.canonical_path, parent=module)
+                    module.set_member(name, alias)

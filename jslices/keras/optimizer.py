@@ -80,8 +80,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
       TypeError: if ``tx`` is not an optimizer of jslices.
       ValueError: for options of Keras that would read whole tables at every step
         (``weight_decay``, ``use_ema``, ``gradient_accumulation_steps``), unless the
-        function takes an argument of that name; and, for a finished optimizer, when its
-        learning rate is read or set, or the model saved. Each says what to type instead.
+        function takes an argument of that name. It says what to type instead.
 
     Example:
       >>> import jslices as js, jslices.keras as jk

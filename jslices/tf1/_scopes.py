@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -168,7 +167,6 @@ def variable_scope(
         elif name:
             opened = names.scope(name, "variable_scope")
             scope.original_name_scope = stack.enter_context(opened)
-            stack.enter_context(jax.named_scope(name.strip("/")))
         if reopened:
             scope.original_name_scope = base.original_name_scope
         stack.enter_context(_counted(run, path, reopened))
@@ -246,11 +244,7 @@ def name_scope(
       >>> _ = tf.transform(model).init(None)
       foo/bar/v:0
     """
-    run, name = current_run("name_scope"), name or default_name
-    with contextlib.ExitStack() as stack:
-        unique = stack.enter_context(run.names.scope(name or ""))
-        if name:
-            stack.enter_context(jax.named_scope(name.strip("/")))
+    with current_run("name_scope").names.scope(name or default_name or "") as unique:
         yield unique
 
 

@@ -24,7 +24,7 @@ from jslices.tf1._state import Value, VariableInfo, is_initialized
 from jslices.tf1.dtypes import DType
 
 
-def _scattering(how: str, meaning: str) -> Callable[..., Array]:
+def _scattering(how: str) -> Callable[..., Array]:
     """A method that changes rows as :func:`jslices.apply_slices` does; see the class."""
     verb = f"scatter_{how}"
 
@@ -37,7 +37,7 @@ def _scattering(how: str, meaning: str) -> Callable[..., Array]:
         return self._scatter(verb, how, sparse_delta)
 
     scatter.__name__, scatter.__qualname__ = verb, f"Variable.{verb}"
-    scatter.__doc__ = meaning
+    scatter.__doc__ = f""":func:`jslices.{verb}` of the rows of IndexedSlices."""
     return scatter
 
 
@@ -331,17 +331,13 @@ class Variable(ArrayOperators):
 
     # --- rows ---------------------------------------------------------------------------
 
-    scatter_add = _scattering(
-        "add", "Add rows, ``v[indices[k]] += values[k]``; duplicates accumulate."
-    )
-    scatter_sub = _scattering("sub", "Subtract rows; duplicates accumulate.")
-    scatter_mul = _scattering("mul", "Multiply by rows; duplicates compound.")
-    scatter_div = _scattering(
-        "div", "Divide by rows; duplicates compound, integers truncate towards zero."
-    )
-    scatter_min = _scattering("min", "Take the smaller of old and new, elementwise.")
-    scatter_max = _scattering("max", "Take the larger of old and new, elementwise.")
-    scatter_update = _scattering("update", "Replace rows; of duplicates the last wins.")
+    scatter_add = _scattering("add")
+    scatter_sub = _scattering("sub")
+    scatter_mul = _scattering("mul")
+    scatter_div = _scattering("div")
+    scatter_min = _scattering("min")
+    scatter_max = _scattering("max")
+    scatter_update = _scattering("update")
 
     def _scatter(
         self, verb: str, how: str, delta: IndexedSlices, whole: bool = False
