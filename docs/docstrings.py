@@ -5,6 +5,7 @@ sections, Sphinx' roles (``:func:`jslices.grad```), literal blocks after ``::``,
 paragraphs that begin with ``Cost:`` or ``Source:``; ``help()`` shows them as they are.
 """
 
+import logging
 import pathlib
 import re
 import tomllib
@@ -12,6 +13,7 @@ from typing import Any
 
 import griffe
 
+log = logging.getLogger("mkdocs.docstrings")
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "api"
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
@@ -102,3 +104,6 @@ class Docstrings(griffe.Extension):
                 if isinstance(value, griffe.ExprAttribute | griffe.ExprName):
                     alias = griffe.Alias(name, value.canonical_path, parent=module)
                     module.set_member(name, alias)
+        for path in {*NAMES.values()}:
+            if not pkg[path.removeprefix("jslices.")].docstring:
+                log.warning("%s has no docstring that the site can show", path)

@@ -4,9 +4,9 @@ Variables, scopes and initializers work inside a function given to :func:`transf
 which turns it into pure functions: ``init``, ``apply`` and a pytree of
 :class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
 well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.
-A ``dtype`` of None means that of the value, for Python's numbers float32 and int32. What
-has the name of a function of jslices has its shapes, errors and cost. The source of each
-name is TensorFlow 1's of the same name.
+A ``dtype`` of None means that of the value, for Python's numbers float32 and int32.
+Functions that jslices has too have its shapes, errors and costs. The source of each name is
+TensorFlow 1's of that name.
 
 What differs from TensorFlow on purpose, apart from what each docstring says:
 
@@ -36,7 +36,7 @@ from typing import NoReturn as _NoReturn
 from jslices import DensificationWarning as DensificationWarning
 from jslices import IndexedSlices as IndexedSlices
 from jslices import accumulators as _accumulators
-from jslices.tf1 import _collections
+from jslices.tf1 import _collections, _ops
 from jslices.tf1 import dtypes as dtypes
 from jslices.tf1 import errors as errors
 from jslices.tf1 import initializers as initializers
@@ -62,9 +62,6 @@ from jslices.tf1._ops import clip_by_global_norm as clip_by_global_norm
 from jslices.tf1._ops import clip_by_norm as clip_by_norm
 from jslices.tf1._ops import clip_by_value as clip_by_value
 from jslices.tf1._ops import convert_to_tensor as convert_to_tensor
-from jslices.tf1._ops import (
-    convert_to_tensor_or_indexed_slices as convert_to_tensor_or_indexed_slices,
-)
 from jslices.tf1._ops import count_up_to as count_up_to
 from jslices.tf1._ops import gather as gather
 from jslices.tf1._ops import global_norm as global_norm
@@ -118,6 +115,7 @@ from jslices.tf1.sparse import SparseTensor as SparseTensor
 ConditionalAccumulator = _accumulators.ConditionalAccumulator
 ConditionalAccumulatorBase = _accumulators.ConditionalAccumulatorBase
 SparseConditionalAccumulator = _accumulators.SparseConditionalAccumulator
+convert_to_tensor_or_indexed_slices = _ops.convert_to_tensor_or_indexed_slices
 GraphKeys = _collections.GraphKeys
 all_variables = _collections.all_variables
 assert_variables_initialized = _collections.assert_variables_initialized

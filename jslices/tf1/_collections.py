@@ -22,7 +22,7 @@ SomeVariables: TypeAlias = Mapping[str, Value] | Sequence[Variable] | None
 
 
 class GraphKeys:
-    """The names of TensorFlow's own collections, of which variables alone fill some."""
+    """The names of TensorFlow's own collections, for variables and their regularizers."""
 
     VARIABLES = GLOBAL_VARIABLES = "variables"
     LOCAL_VARIABLES = "local_variables"

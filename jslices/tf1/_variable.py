@@ -182,7 +182,7 @@ class Variable(ArrayOperators):
     def value(self) -> Array:
         """The array it holds now; a later assignment does not change that array.
 
-        Raises a FailedPreconditionError if it is only declared, a RuntimeError afterwards.
+        Raises a FailedPreconditionError if it is only declared, a RuntimeError later.
         """
         if self._run is not None:
             self._check_open(self._run)
@@ -310,8 +310,8 @@ class Variable(ArrayOperators):
     def count_up_to(self, limit: int) -> Array:
         """Increment an integer scalar below ``limit``, and return what it was before.
 
-        At the limit it stays, with an OutOfRangeError; under ``jit``, where nothing can be
-        raised, and in ``init``, a result of at least ``limit`` says so.
+        At the limit it raises an OutOfRangeError; under ``jit``, where nothing can
+        be raised, and in ``init``, a result of at least ``limit`` says so.
         """
         what = f"count_up_to of {self.name}"
         if not isinstance(limit, int | np.integer) or isinstance(limit, bool):
