@@ -49,14 +49,7 @@ def constant(
     name: str | None = None,
     verify_shape: bool = False,
 ) -> jax.Array:
-    """An array of these values, as by :class:`jslices.tf1.constant_initializer`.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.constant([1, 2], shape=[2, 2])
-      Array([[1, 2],
-             [2, 2]], dtype=int32)
-    """
+    """An array of these values, as by :class:`jslices.tf1.constant_initializer`."""
     result = _arrays.dtype_of(value) if dtype is None else _arrays.canonical_dtype(dtype)
     dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
     filled = initializers.constant(value, result, verify_shape)

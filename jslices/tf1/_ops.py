@@ -263,13 +263,7 @@ def matmul(
     transpose_b: bool = False,
     name: str | None = None,
 ) -> jax.Array:
-    """The matrix product ``a @ b``, by ``jax.numpy.matmul``.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.matmul([[1.0, 2.0]], [[3.0, 4.0]], transpose_b=True)
-      Array([[11.]], dtype=float32)
-    """
+    """The matrix product ``a @ b`` of ``jax.numpy.matmul``, each transposed if asked."""
     a, b = convert_to_tensor(a), convert_to_tensor(b)
     return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
 

@@ -230,12 +230,6 @@ class truncated_normal_initializer(_Normal):
 
     Those beyond are drawn again, not clipped. ``stddev`` is that of the normal
     distribution before this; that of the result is 0.8796 of it.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> drawn = tf.truncated_normal_initializer()(jax.random.key(0), (100_000,))
-      >>> drawn.std().round(2), bool(abs(drawn).max() <= 2)
-      (Array(0.88, dtype=float32), True)
     """
 
     standard = functools.partial(jax.random.truncated_normal, lower=-2, upper=2)

@@ -142,12 +142,6 @@ def _sampled_loss(
     loss.__doc__ = f"""{meaning}: :func:`jslices.{what}`.
 
     Without ``sampled_values`` classes are drawn here, with ``seed`` or a JAX ``key``.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices.tf1 as tf
-      >>> weights, biases, inputs = jnp.ones((100, 4)), jnp.zeros(100), jnp.ones((2, 4))
-      >>> tf.nn.{what}(weights, biases, [[3], [7]], inputs, 5, 100, seed=0).shape
-      (2,)
     """
     return operation(loss)
 
