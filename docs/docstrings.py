@@ -5,6 +5,7 @@ sections, Sphinx' roles (``:func:`jslices.grad```), literal blocks after ``::``,
 paragraphs that begin with ``Cost:`` or ``Source:``; ``help()`` shows them as they are.
 """
 
+import logging
 import pathlib
 import re
 import tomllib
@@ -12,6 +13,7 @@ from typing import Any
 
 import griffe
 
+log = logging.getLogger("mkdocs.docstrings")
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "api"
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
@@ -93,3 +95,15 @@ class Docstrings(griffe.Extension):
         if not obj.is_module:
             text += f"\n\n[[source]]({source_of(obj)}){{.source}}"
         obj.docstring.value = text
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Document names that are assigned, ``name = module.name``, like imported ones."""
+        for module in (pkg["tf1"], *pkg["tf1"].modules.values()):
+            for name, member in [*module.members.items()]:
+                value = None if member.is_alias else getattr(member, "value", None)
+                if isinstance(value, griffe.ExprAttribute | griffe.ExprName):
+                    alias = griffe.Alias(name, value.canonical_path, parent=module)
+                    module.set_member(name, alias)
+        for path in {*NAMES.values()}:
+            if not pkg[path.removeprefix("jslices.")].docstring:
+                log.warning("%s has no docstring that the site can show", path)

@@ -80,9 +80,8 @@ def test_every_exception_is_public():
 
 @pytest.mark.parametrize("name", [n for n in tf.__all__ if inspect.isfunction(vars(tf)[n])])
 def test_tensorflow_functions_are_documented(name):
-    doc = inspect.getdoc(vars(tf)[name])
-    assert "Source:" in doc
-    assert ">>>" in doc or ":func:`jslices." in doc or ":meth:`jslices." in doc
+    doc = inspect.getdoc(vars(tf)[name])  # the module names the source of all
+    assert ">>>" in doc or re.search(r":\w+:`jslices\.|``jax\.", doc)
 
 
 @pytest.mark.parametrize("name", ["grad", "value_and_grad"])

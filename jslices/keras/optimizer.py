@@ -80,8 +80,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
       TypeError: if ``tx`` is not an optimizer of jslices.
       ValueError: for options of Keras that would read whole tables at every step
         (``weight_decay``, ``use_ema``, ``gradient_accumulation_steps``), unless the
-        function takes an argument of that name; and, for a finished optimizer, when its
-        learning rate is read or set, or the model saved. Each says what to type instead.
+        function takes an argument of that name. It says what to type instead.
 
     Example:
       >>> import jslices as js, jslices.keras as jk
@@ -105,25 +104,20 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         name: str | None = None,
         **arguments: Any,
     ) -> None:
-        for argument, limit in (
-            ("clipnorm", clipnorm),
-            ("clipvalue", clipvalue),
-            ("global_clipnorm", global_clipnorm),
-        ):
+        limits = {
+            "clipnorm": clipnorm,
+            "clipvalue": clipvalue,
+            "global_clipnorm": global_clipnorm,
+        }
+        for argument, limit in limits.items():
             if limit is not None:
                 Number(at_least=0).check("jk.Optimizer", argument, limit)
         if loss_scale_factor is not None:
             Number(above=0).check("jk.Optimizer", "loss_scale_factor", loss_scale_factor)
         arguments = _without_refused(tx, arguments)
         made = _made(tx, learning_rate, arguments)
-        super().__init__(
-            _rate_for_keras(learning_rate),
-            clipnorm=clipnorm,
-            clipvalue=clipvalue,
-            global_clipnorm=global_clipnorm,
-            loss_scale_factor=loss_scale_factor,
-            name=name,
-        )
+        options = {**limits, "loss_scale_factor": loss_scale_factor, "name": name}
+        super().__init__(_rate_for_keras(learning_rate), **options)
         # Compiled even if Keras runs without `jit_compile`.
         caught_up = jax.jit(self._caught_up, static_argnames="whole")
         flush = lambda rate, *values: self._tx(rate).flush(*values)  # noqa: E731

@@ -18,13 +18,11 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
     Every trainable array ``[V, *D]`` that the model only looks up
     (``keras.layers.Embedding``, ``keras.ops.take`` along the first axis) then has
     IndexedSlices for a gradient: the rows of the batch. Everything else in ``fit`` and
-    ``train_on_batch`` is Keras' own: losses, metrics, callbacks, weights of samples,
-    validation. ``compile`` then needs an :class:`Optimizer`.
+    ``train_on_batch`` is Keras' own. ``compile`` then needs an :class:`Optimizer`.
 
     With an ``untouched="exact"`` optimizer the rows of a batch catch up before they are
     read, and all rows where Keras hands the state over: at the end of an epoch, before
-    validation, and when a callback reads ``self.model``. So evaluation, prediction and
-    saving use up-to-date rows.
+    validation, and when a callback reads ``self.model``.
 
     Args:
       model: a functional, sequential or subclassed model, built or not, compiled or not.
@@ -51,9 +49,8 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
       >>> history.history["loss"][-1] < 0.1
       True
 
-    Cost: of a step, that of :func:`jslices.train_step`; nothing depends on V. An
-    exact optimizer reads and writes the tables once whenever Keras hands the state over,
-    and so in every call of ``train_on_batch``.
+    Cost: that of :func:`jslices.train_step`. An exact optimizer reads and writes the tables
+    whenever Keras hands the state over, and so in every call of ``train_on_batch``.
 
     Source: https://github.com/keras-team/keras/issues/18420 asks Keras for it.
     """

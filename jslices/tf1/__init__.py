@@ -4,10 +4,13 @@ Variables, scopes and initializers work inside a function given to :func:`transf
 which turns it into pure functions: ``init``, ``apply`` and a pytree of
 :class:`Variables`; elsewhere they raise a RuntimeError. Everything else works on arrays as
 well. ``name=`` shows in profiles; ``use_locking`` and ``validate_indices`` change nothing.
+A ``dtype`` of None means that of the value, for Python's numbers float32 and int32.
+Functions that jslices has too have its shapes, errors and costs. The source of each name is
+TensorFlow 1's of that name.
 
 What differs from TensorFlow on purpose, apart from what each docstring says:
 
-* The order of the program decides what a read sees, not a session.
+* The order of the program decides what a read sees, which TensorFlow leaves undefined.
 * Operations have no names, so they take none from variables and scopes; profiles show those
   of scopes instead. ``v.op`` exists for ``v.op.name``.
 * Results computed from variables are JAX arrays, with NumPy's dtypes. Their operators take
@@ -32,14 +35,8 @@ from typing import NoReturn as _NoReturn
 
 from jslices import DensificationWarning as DensificationWarning
 from jslices import IndexedSlices as IndexedSlices
-from jslices.accumulators import ConditionalAccumulator as ConditionalAccumulator
-from jslices.accumulators import (
-    ConditionalAccumulatorBase as ConditionalAccumulatorBase,
-)
-from jslices.accumulators import (
-    SparseConditionalAccumulator as SparseConditionalAccumulator,
-)
-from jslices.tf1 import _collections
+from jslices import accumulators as _accumulators
+from jslices.tf1 import _collections, _ops
 from jslices.tf1 import dtypes as dtypes
 from jslices.tf1 import errors as errors
 from jslices.tf1 import initializers as initializers
@@ -65,9 +62,6 @@ from jslices.tf1._ops import clip_by_global_norm as clip_by_global_norm
 from jslices.tf1._ops import clip_by_norm as clip_by_norm
 from jslices.tf1._ops import clip_by_value as clip_by_value
 from jslices.tf1._ops import convert_to_tensor as convert_to_tensor
-from jslices.tf1._ops import (
-    convert_to_tensor_or_indexed_slices as convert_to_tensor_or_indexed_slices,
-)
 from jslices.tf1._ops import count_up_to as count_up_to
 from jslices.tf1._ops import gather as gather
 from jslices.tf1._ops import global_norm as global_norm
@@ -118,6 +112,10 @@ from jslices.tf1.dtypes import uint64 as uint64
 from jslices.tf1.sparse import SparseTensor as SparseTensor
 
 # Long names, from the modules that define them.
+ConditionalAccumulator = _accumulators.ConditionalAccumulator
+ConditionalAccumulatorBase = _accumulators.ConditionalAccumulatorBase
+SparseConditionalAccumulator = _accumulators.SparseConditionalAccumulator
+convert_to_tensor_or_indexed_slices = _ops.convert_to_tensor_or_indexed_slices
 GraphKeys = _collections.GraphKeys
 all_variables = _collections.all_variables
 assert_variables_initialized = _collections.assert_variables_initialized

@@ -1,9 +1,8 @@
 """Collections of variables, and TensorFlow's functions of many variables at once.
 
 Inside a transformed function they are about the variables of this run, as TensorFlow's are
-about the graph. Those that make or check values are also pure functions of
-:class:`jslices.tf1.Variables`, which ``init`` and ``apply`` return. All results are in the
-order of creation.
+about the graph; or they are pure functions of :class:`jslices.tf1.Variables`, which
+``init`` and ``apply`` return. All results are in the order of creation.
 """
 
 import re
@@ -23,15 +22,9 @@ SomeVariables: TypeAlias = Mapping[str, Value] | Sequence[Variable] | None
 
 
 class GraphKeys:
-    """The names of TensorFlow's own collections.
+    """The names of TensorFlow's own collections, for variables and their regularizers."""
 
-    Only variables and their regularizers come into collections by themselves.
-
-    Source: ``tf.GraphKeys``.
-    """
-
-    VARIABLES = "variables"
-    GLOBAL_VARIABLES = "variables"
+    VARIABLES = GLOBAL_VARIABLES = "variables"
     LOCAL_VARIABLES = "local_variables"
     METRIC_VARIABLES = "metric_variables"
     MODEL_VARIABLES = "model_variables"
@@ -68,10 +61,8 @@ class GraphKeys:
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
     """The :class:`jslices.tf1.Variable` handles of a collection, or its losses.
 
-    ``key`` is one that variables were created with; or ``"regularization_losses"``, which
-    calls the regularizer of every variable that has one on its current value, and leaves
-    out results of None. ``scope`` is a regular expression that the beginning of the name
-    must match.
+    ``"regularization_losses"`` calls the regularizers on the current values, and leaves out
+    results of None. ``scope`` is a regular expression for the beginning of the name.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
@@ -83,8 +74,8 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
       >>> model.apply(model.init(None))[0]
       Array(1.5, dtype=float32)
 
-    Source: ``tf.get_collection``. TensorFlow calls a regularizer when it creates the
-    variable; here a table that is only looked up keeps its row gradients if you don't ask.
+    TensorFlow calls a regularizer when it creates the variable; here a table that is only
+    looked up keeps its row gradients if you don't ask.
     """
     handles = _handles("get_collection", scope)
     if key != GraphKeys.REGULARIZATION_LOSSES:
@@ -113,10 +104,7 @@ def _handles(caller: str, scope: str | None) -> list[Variable]:
 def all_variables(scope: str | Variables | None = None) -> list[Variable] | Variables:
     """:func:`jslices.tf1.get_collection` of the key ``"variables"``: the handles of a run.
 
-    ``scope`` may also be :class:`jslices.tf1.Variables`; those of the collection are
-    returned, with their values.
-
-    Source: ``tf.all_variables``, later ``tf.global_variables``.
+    Of :class:`jslices.tf1.Variables` as ``scope`` it gives those in the collection.
     """
     return _of_collection("all_variables", GraphKeys.VARIABLES, scope)
 
@@ -124,10 +112,7 @@ def all_variables(scope: str | Variables | None = None) -> list[Variable] | Vari
 def trainable_variables(
     scope: str | Variables | None = None,
 ) -> list[Variable] | Variables:
-    """The variables that are trained, as :func:`jslices.tf1.all_variables` gives all.
-
-    Source: ``tf.trainable_variables``.
-    """
+    """The variables that are trained, as :func:`jslices.tf1.all_variables` gives all."""
     return _of_collection("trainable_variables", GraphKeys.TRAINABLE_VARIABLES, scope)
 
 
@@ -140,16 +125,10 @@ def report_uninitialized_variables(
     transformed function, means all that it created.
 
     Example:
-      >>> import jax, jslices.tf1 as tf
+      >>> import jslices.tf1 as tf
       >>> model = tf.transform(lambda: tf.get_variable("w", [2]).value())
-      >>> declared = model.abstract_init()
-      >>> tf.report_uninitialized_variables(declared)
+      >>> tf.report_uninitialized_variables(model.abstract_init())
       ['w']
-      >>> tf.report_uninitialized_variables(tf.initialize_all_variables(
-      ...     declared, jax.random.key(0)))
-      []
-
-    Source: ``tf.report_uninitialized_variables``.
     """
     values = _values_of("report_uninitialized_variables", var_list)
     return [name for name, value in values.items() if not is_initialized(value)]
@@ -161,9 +140,7 @@ def assert_variables_initialized(var_list: SomeVariables = None) -> SomeVariable
     ``var_list`` is as for :func:`jslices.tf1.report_uninitialized_variables`.
 
     Raises:
-      FailedPreconditionError: naming every variable that has no value.
-
-    Source: ``tf.assert_variables_initialized``, which names one of these variables.
+      FailedPreconditionError: naming every variable that has no value, not only the first.
     """
     values = _values_of("assert_variables_initialized", var_list)
     if missing := report_uninitialized_variables(values):
@@ -182,8 +159,6 @@ def initialize_all_variables(
     """:func:`jslices.tf1.initialize_variables` of every name.
 
     Inside a transformed function, without ``variables``, it does nothing.
-
-    Source: ``tf.initialize_all_variables``, an operation to run in a session.
     """
     names = () if variables is None else _checked("initialize_all_variables", variables)
     return initialize_variables(list(names), variables=variables, key=key)
@@ -203,14 +178,13 @@ def initialize_variables(
       var_list: names or handles; an empty list changes nothing.
       name: ignored.
       variables: what ``abstract_init``, ``init`` or ``apply`` returned. None, inside a
-        transformed function: nothing is done and None is returned, as TensorFlow's
-        operation does nothing until a session runs it; ``model.init`` is that session.
+        transformed function, does nothing and returns None: ``model.init`` initializes.
       key: a PRNG key; the same key gives what ``init`` gives. None if nothing is random.
 
     Raises:
       KeyError: for a name that is not in ``variables``.
-      ValueError: for variables whose initial value was an array that the function
-        computed, naming them; only ``model.init(key, *args)`` can make those.
+      ValueError: for initial values that the function computed from arrays: only
+        ``model.init(key, *args)`` can make those.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -219,8 +193,6 @@ def initialize_variables(
       >>> after = tf.initialize_variables(["n"], variables=variables)
       >>> int(variables["n"]), int(after["n"])
       (4, 3)
-
-    Source: ``tf.initialize_variables``, later ``tf.variables_initializer``.
     """
     if isinstance(var_list, Variables):
         return initialize_variables(name, "init", var_list, variables)  # type: ignore[arg-type]

@@ -2,8 +2,7 @@
 
 ``random_normal`` and the like are drawn by ``init`` (see ``_draws``). ``zeros``, ``ones``
 and ``constant`` give ordinary arrays; how they were made is remembered, so that
-``initialize_all_variables`` can make them again without running the function. A ``shape``
-is an int or ints, known before tracing.
+``initialize_all_variables`` can make them again without running the function.
 """
 
 from collections.abc import Callable
@@ -23,18 +22,15 @@ from jslices.tf1._run import current_run, current_run_or_none
 def zeros(
     shape: ShapeLike, dtype: DTypeLike = jnp.float32, name: str | None = None
 ) -> jax.Array:
-    """An array of zeros, as by ``jnp.zeros``, also in ``apply``, where ``jit`` removes it.
+    """An array of zeros. A variable that begins with it can be initialized again.
 
-    A variable that begins with it can be initialized again by
-    :func:`jslices.tf1.initialize_all_variables`.
+    See :func:`jslices.tf1.initialize_all_variables`.
 
     Example:
       >>> import jslices.tf1 as tf
       >>> model = tf.transform(lambda: tf.Variable(tf.zeros([3]), name="biases") + 1)
       >>> model.apply(model.init(None))
       (Array([1., 1., 1.], dtype=float32), Variables(biases: float32[3]))
-
-    Source: ``tf.zeros``.
     """
     return _filled("zeros", 0, shape, dtype)
 
@@ -42,10 +38,7 @@ def zeros(
 def ones(
     shape: ShapeLike, dtype: DTypeLike = jnp.float32, name: str | None = None
 ) -> jax.Array:
-    """An array of ones; as :func:`jslices.tf1.zeros`.
-
-    Source: ``tf.ones``.
-    """
+    """An array of ones; as :func:`jslices.tf1.zeros`."""
     return _filled("ones", 1, shape, dtype)
 
 
@@ -56,19 +49,7 @@ def constant(
     name: str | None = None,
     verify_shape: bool = False,
 ) -> jax.Array:
-    """An array of these values, as by :class:`jslices.tf1.constant_initializer`.
-
-    A ``dtype`` of None means that of the value (float32 and int32 for Python's numbers), a
-    ``shape`` of None its own.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.constant([1, 2], shape=[2, 2])
-      Array([[1, 2],
-             [2, 2]], dtype=int32)
-
-    Source: ``tf.constant`` of TensorFlow 1.
-    """
+    """An array of these values, as by :class:`jslices.tf1.constant_initializer`."""
     result = _arrays.dtype_of(value) if dtype is None else _arrays.canonical_dtype(dtype)
     dims = jnp.asarray(value).shape if shape is None else static_shape(shape, "constant")
     filled = initializers.constant(value, result, verify_shape)
@@ -95,10 +76,7 @@ def zeros_like(
 ) -> jax.Array:
     """Zeros of the shape, and unless ``dtype`` is given the dtype, of something else.
 
-    ``tensor``: an array, a list, a variable or IndexedSlices with a ``dense_shape``, for
-    which the result is dense; see :func:`jslices.tf1.zeros`.
-
-    Source: ``tf.zeros_like``.
+    The result is dense for IndexedSlices, too; see :func:`jslices.tf1.zeros`.
     """
     dims = tensor.shape if _arrays.is_array(tensor) else np.shape(tensor)
     return zeros(dims, _arrays.dtype_of(tensor) if dtype is None else dtype)
@@ -120,18 +98,12 @@ def random_normal(
     Inside a transformed function the result is lazy: it has a shape and a dtype, and
     operators, indexing, ``astype`` and ``reshape`` give another lazy value. ``init`` draws
     it for the first variable that begins with it, with the key folded with that variable's
-    name; ``apply`` draws nothing. Two calls draw different numbers. Two variables that
-    begin with the result of one call begin with the same numbers, as in TensorFlow when
-    one session initializes both. In ``tf.Variable(lambda: ...)``, and outside with a seed,
-    it is an array.
+    name; ``apply`` draws nothing. Two calls draw different numbers; two variables that
+    begin with the result of one call begin with the same numbers. In
+    ``tf.Variable(lambda: ...)`` it is an array.
 
-    Args:
-      shape: any, known before tracing.
-      mean, stddev: numbers; a negative deviation mirrors.
-      dtype: of floats.
-      seed: draws the same numbers always, also in ``apply`` and outside functions (the
-        bits are JAX's); None: with the key of ``init``.
-      name: ignored; the name of the variable decides.
+    With a ``seed`` the same numbers are drawn always, also in ``apply``, and outside, where
+    the result is an array. ``name`` is ignored: that of the variable decides.
 
     Raises:
       RuntimeError: without a seed, outside a transformed function; or inside, if
@@ -146,8 +118,6 @@ def random_normal(
       >>> variables = model.init(jax.random.key(0), jax.numpy.ones((1, 3)))
       >>> variables, model.apply(variables, jax.numpy.ones((1, 3)))[0].shape
       (Variables(weights: float32[3, 2]), (1, 2))
-
-    Source: ``tf.random_normal``, which draws new numbers whenever it is run.
     """
     initializer = initializers.random_normal(mean, stddev, seed)  # type: ignore[arg-type]
     return initializer.draw("random_normal", shape, dtype)
@@ -161,12 +131,9 @@ def truncated_normal(
     seed: int | None = None,
     name: str | None = None,
 ) -> MaybeLazy:
-    """Normal numbers no further than two standard deviations from the mean.
+    """Numbers of :class:`jslices.tf1.truncated_normal_initializer`.
 
-    As :class:`jslices.tf1.truncated_normal_initializer`, drawn as by
-    :func:`jslices.tf1.random_normal`.
-
-    Source: ``tf.truncated_normal``.
+    They are drawn as by :func:`jslices.tf1.random_normal`.
     """
     initializer = initializers.truncated_normal(mean, stddev, seed)  # type: ignore[arg-type]
     return initializer.draw("truncated_normal", shape, dtype)
@@ -180,12 +147,9 @@ def random_uniform(
     seed: int | None = None,
     name: str | None = None,
 ) -> MaybeLazy:
-    """Uniform numbers of ``[minval, maxval)``; whole numbers for an integer dtype.
+    """Numbers of :class:`jslices.tf1.random_uniform_initializer`.
 
-    As :class:`jslices.tf1.random_uniform_initializer`, drawn as by
-    :func:`jslices.tf1.random_normal`.
-
-    Source: ``tf.random_uniform``.
+    They are drawn as by :func:`jslices.tf1.random_normal`.
     """
     initializer = initializers.random_uniform(minval, maxval, seed)  # type: ignore[arg-type]
     return initializer.draw("random_uniform", shape, dtype)
@@ -206,7 +170,5 @@ def set_random_seed(seed: int) -> None:
       >>> model = tf.transform(model)
       >>> model.apply(model.init(None))[0].shape
       (2,)
-
-    Source: ``tf.set_random_seed``; the bits are JAX's.
     """
     current_run("set_random_seed").set_seed(seed)

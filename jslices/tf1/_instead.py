@@ -4,23 +4,20 @@ import importlib
 from collections.abc import Mapping
 
 _PARTITION = "shard the array over a mesh: jax.device_put(table, sharding)"
+_GETTER = "call get_variable through a function of your own"
+_CACHING = "leave it out: JAX decides what is copied where"
 _COLLECTION = "write tf.get_collection(tf.GraphKeys.{})"
-_GRADIENT = "value, grads = jslices.value_and_grad(loss)(params, ...), of a function"
-_SESSION = (
-    "model = tf.transform(fn); variables = model.init(key, ...); out, variables = "
-    "model.apply(variables, ...)"
-)
-_GRAPH = "the function given to tf.transform takes the place of a graph"
+_HASH = "hash strings in NumPy before the step, and take ids % V"
 
-INSTEAD = {
-    "GradientTape": _GRADIENT,
-    "gradients": _GRADIENT,
-    "Session": _SESSION,
-    "InteractiveSession": _SESSION,
-    "Graph": _GRAPH,
-    "get_default_graph": _GRAPH,
-    "reset_default_graph": _GRAPH,
-    "graph": _GRAPH,
+# Names -> what to type instead. Expressions use TensorFlow's names for arguments; a test
+# compares them with its results.
+_ADVICE = {
+    "GradientTape gradients": "value, grads = jslices.value_and_grad(loss)(params, ...), "
+    "of a function",
+    "Session InteractiveSession": "model = tf.transform(fn); variables = model.init(key, "
+    "...); out, variables = model.apply(variables, ...)",
+    "Graph get_default_graph reset_default_graph graph": "the function given to "
+    "tf.transform takes the place of a graph",
     "initial_value": "use initialized_value()",
     "initializer": "model.init(key, ...) makes all initial values, and "
     "tf.initialize_variables([name], variables=variables, key=key) one of them",
@@ -36,12 +33,10 @@ INSTEAD = {
     "local_variables": _COLLECTION.format("LOCAL_VARIABLES"),
     "model_variables": _COLLECTION.format("MODEL_VARIABLES"),
     "moving_average_variables": _COLLECTION.format("MOVING_AVERAGE_VARIABLES"),
-    "fixed_size_partitioner": _PARTITION,
-    "min_max_variable_partitioner": _PARTITION,
-    "variable_axis_size_partitioner": _PARTITION,
-    "set_caching_device": "leave it out: JAX decides what is copied where",
-    "set_custom_getter": "call get_variable through a function of your own",
-    "set_partitioner": _PARTITION,
+    "fixed_size_partitioner min_max_variable_partitioner set_partitioner "
+    "replica_device_setter variable_axis_size_partitioner": _PARTITION,
+    "set_caching_device": _CACHING,
+    "set_custom_getter": _GETTER,
     "get_variable": "with tf.variable_scope(scope): tf.get_variable(...)",
     "build": "leave it out: there is no graph to build",
     "from_proto": "tf.train.Saver(saver_def=...)",
@@ -49,74 +44,54 @@ INSTEAD = {
     "set_last_checkpoints_with_time": "recover_last_checkpoints(paths)",
     "export_meta_graph": "there is no graph to save; save the variables",
     "import_meta_graph": "there is no graph to load; restore the variables",
-}
-
-_STEP = "count steps in the state: every optimizer's state has count; or a tf.Variable"
-_LAYERS = "tf.get_variable and tf.matmul, or a model of Flax, Haiku or Equinox"
-_QUEUE = "feed the step from a Python iterator: tf.data as NumPy, grain, or a generator"
-_LOOP = "a Python loop around the step; jslices.Saver saves in it"
-_LOGS = "return the numbers from the step, and log them: clu, tensorboardX, or print"
-_ABSL = "absl.{}, from the package absl-py, which TensorFlow's is"
-_FILES = "open, os.path and glob; fsspec or etils.epath for files in a cloud"
-_HASH = "hash strings in NumPy before the step, and take ids % V"
-_PAIRS = "pass its indices and values as arguments, and make a tf.SparseTensor of them"
-_NOTHING = "leave it out: the order of the program decides"
-_NONE = "leave it out: JAX has no sessions to configure"
-
-# Expressions use TensorFlow's names for arguments; a test compares them with its results.
-INSTEAD |= {
-    "ConfigProto": _NONE,
-    "GPUOptions": _NONE,
-    "RunOptions": _NONE,
-    "OptimizerOptions": _NONE,
+    "ConfigProto GPUOptions RunOptions OptimizerOptions": "leave it out: JAX has no "
+    "sessions to configure",
     "Print": 'jax.debug.print("{}", x), on a line of its own',
     "Assert": "jax.experimental.checkify.check(condition, message)",
     "SparseTensorValue": "tf.SparseTensor",
-    "sparse_placeholder": _PAIRS,
+    "sparse_placeholder": "pass its indices and values as arguments, and make a "
+    "tf.SparseTensor of them",
     "placeholder_with_default": "an argument of the function, with a default",
-    "Coordinator": _LOOP,
+    "Coordinator MonitoredTrainingSession estimator": "a Python loop around the step; "
+    "jslices.Saver saves in it",
     "ExponentialMovingAverage": "optax.incremental_update(params, average, 1 - decay)",
-    "MonitoredTrainingSession": _LOOP,
     "SyncReplicasOptimizer": "jslices.accumulators, or jit on a mesh of devices",
     "add_n": "sum(inputs)",
-    "app": _ABSL.format("app"),
+    "app flags logging": "the module of this name in absl, from the package absl-py",
     "cast": "x.astype(dtype)",
     "check_numerics": "jax.debug_nans(True), or jslices.all_finite(grads)",
     "checkpoint_exists": "tf.train.latest_checkpoint(folder) is not None",
     "contrib": "TensorFlow 2 has none either; see jax.nn, jslices.optim and optax",
-    "control_dependencies": _NOTHING,
+    "control_dependencies group tables_initializer tuple": "leave it out: the order of the "
+    "program decides",
     "cosine_decay": "optax.cosine_decay_schedule(rate, decay_steps, alpha)",
-    "create_global_step": _STEP,
+    "create_global_step get_global_step get_or_create_global_step global_step": (
+        "count steps in the state: every optimizer's state has count; or a tf.Variable"
+    ),
     "data": "tf.data of TensorFlow works beside JAX, dataset.as_numpy_iterator(); or grain",
     "device": "jax.device_put(x, device)",
     "dropout": "x * jax.random.bernoulli(key, keep, x.shape) / keep",
     "dynamic_rnn": "jax.lax.scan, over the steps of the sequence",
-    "estimator": _LOOP,
     "exponential_decay": "optax.exponential_decay(rate, decay_steps, decay_rate)",
     "fill": "jax.numpy.full(dims, value)",
-    "flags": _ABSL.format("flags"),
     "floor_div": "x // y",
     "gather_nd": "x[tuple(jax.numpy.moveaxis(indices, -1, 0))]",
-    "get_global_step": _STEP,
-    "get_or_create_global_step": _STEP,
-    "gfile": _FILES,
-    "global_step": _STEP,
-    "group": _NOTHING,
+    "gfile": "open, os.path and glob; fsspec or etils.epath for files in a cloud",
     "identity": "x",
     "in_top_k": "(jax.lax.top_k(predictions, k)[1] == targets[:, None]).any(-1)",
     "init_from_checkpoint": "variables = tf.train.Saver().restore(variables, path)",
     "inverse_time_decay": "lambda step: rate / (1 + decay_rate * step / decay_steps)",
     "l2_loss": "jax.numpy.sum(x**2) / 2",
     "l2_normalize": "x / jax.numpy.linalg.norm(x, axis=axis, keepdims=True)",
-    "layers": _LAYERS,
+    "layers": "tf.get_variable and tf.matmul, or a model of Flax, Haiku or Equinox",
     "list_variables": "tf.train.Saver().restore(None, path).keys()",
     "load_checkpoint": "tf.train.Saver().restore(None, path)",
     "load_variable": "tf.train.Saver().restore(None, path)[name]",
-    "logging": _ABSL.format("logging"),
     "losses": "functions of jax.numpy; those of regularizers are in "
     'tf.get_collection("regularization_losses")',
     "map_fn": "jax.lax.map(fn, elems)",
-    "metrics": _LOGS,
+    "metrics summary": "return the numbers from the step, and log them: clu, tensorboardX, "
+    "or print",
     "moments": "x.mean(axes), x.var(axes)",
     "multinomial": "jax.random.categorical(key, logits, shape=(n, batch)).T",
     "natural_exp_decay": "lambda step: rate * jax.numpy.exp(-decay_rate * step / "
@@ -128,55 +103,43 @@ INSTEAD |= {
     "random_shuffle": "jax.random.permutation(key, x)",
     "range": "jax.numpy.arange(start, limit, delta)",
     "rank": "x.ndim",
-    "replica_device_setter": _PARTITION,
     "saved_model": "jax.export.export(jax.jit(f))(x).serialize()",
     "scatter_nd": "jax.numpy.zeros(shape).at[tuple(indices.T)].add(updates)",
     "sequence_mask": "jax.numpy.arange(maxlen) < lengths[..., None]",
-    "shuffle_batch": _QUEUE,
-    "batch": _QUEUE,
+    "shuffle_batch batch start_queue_runners": "feed the step from a Python iterator: "
+    "tf.data as NumPy, grain, or a generator",
     "sigmoid_cross_entropy_with_logits": "jax.numpy.logaddexp(0, logits) - logits * labels",
     "slice": "jax.lax.dynamic_slice(x, begin, size)",
-    "softmax_cross_entropy_with_logits": "-(labels * jax.nn.log_softmax(logits)).sum(-1)",
+    "softmax_cross_entropy_with_logits softmax_cross_entropy_with_logits_v2": "-(labels * "
+    "jax.nn.log_softmax(logits)).sum(-1)",
     "sparse_softmax_cross_entropy_with_logits": "-jax.numpy.take_along_axis("
     "jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]",
     "sparse_tensor_to_dense": "jax.numpy.zeros(shape).at[tuple(indices.T)].set(values)",
     "squared_difference": "(x - y) ** 2",
-    "start_queue_runners": _QUEUE,
     "string": "NumPy has strings, arrays of JAX have none: " + _HASH,
-    "string_to_hash_bucket": _HASH,
-    "string_to_hash_bucket_fast": _HASH,
-    "strings": _HASH,
-    "summary": _LOGS,
-    "tables_initializer": _NOTHING,
+    "string_to_hash_bucket string_to_hash_bucket_fast strings": _HASH,
     "to_float": 'x.astype("float32")',
     "to_int32": 'x.astype("int32")',
-    "tuple": _NOTHING,
     "unique": "jax.numpy.unique(x, return_inverse=True, size=...), which is sorted",
     "unsorted_segment_sum": "jax.ops.segment_sum(data, segment_ids, num_segments)",
     "xw_plus_b": "x @ weights + biases",
     "zero_fraction": "(x == 0).mean()",
+    "AdadeltaOptimizer": "jslices.adadelta(rate)",
+    "AdagradOptimizer": "jslices.adagrad(rate)",
+    "AdamOptimizer": 'jslices.adam(rate), with untouched="exact" as in TensorFlow',
+    "FtrlOptimizer": "jslices.ftrl(rate)",
+    "GradientDescentOptimizer": "jslices.sgd(rate)",
+    "MomentumOptimizer": "jslices.sgd(rate, momentum)",
+    "ProximalAdagradOptimizer": "jslices.proximal_adagrad(rate)",
+    "RMSPropOptimizer": "jslices.rmsprop(rate)",
 }
-INSTEAD["softmax_cross_entropy_with_logits_v2"] = INSTEAD[
-    "softmax_cross_entropy_with_logits"
-]
-
-_OPTIMIZERS = {
-    "Adadelta": "adadelta(rate)",
-    "Adagrad": "adagrad(rate)",
-    "Adam": 'adam(rate), or adam(rate, untouched="exact") as in TensorFlow',
-    "Ftrl": "ftrl(rate)",
-    "GradientDescent": "sgd(rate)",
-    "Momentum": "sgd(rate, momentum)",
-    "ProximalAdagrad": "proximal_adagrad(rate)",
-    "RMSProp": "rmsprop(rate)",
-}
-INSTEAD |= {f"{name}Optimizer": f"jslices.{call}" for name, call in _OPTIMIZERS.items()}
+INSTEAD = {name: text for names, text in _ADVICE.items() for name in names.split()}
 
 #: Keywords that change nothing as long as they have TensorFlow's default, and advice.
 _KEYWORDS = {
-    "caching_device": (None, "leave it out: JAX decides what is copied where"),
+    "caching_device": (None, _CACHING),
     "constraint": (None, "apply it after the update: jslices.project_rows, or v.assign"),
-    "custom_getter": (None, "call get_variable through a function of your own"),
+    "custom_getter": (None, _GETTER),
     "expected_shape": (None, "leave it out: the value decides"),
     "import_scope": (None, "leave it out: there is no graph to import"),
     "partitioner": (None, _PARTITION),

@@ -4,6 +4,8 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+import jax
+
 _WITHIN_A_SCOPE = re.compile(r"[A-Za-z0-9_.\\/>-]+")
 _OUTERMOST = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 
@@ -74,8 +76,10 @@ class Names:
         """Open a name scope; ``"foo/"`` enters that very one again, ``""`` leaves all."""
         outside = self.prefix
         self.prefix = self.unique(name, caller) if name else ""
+        shown = jax.named_scope(name.strip("/")) if name else contextlib.nullcontext()
         try:
-            yield self.opened
+            with shown:
+                yield self.opened
         finally:
             self.prefix = outside
 

@@ -26,17 +26,14 @@ def convert_to_tensor(
 ) -> jax.Array:
     """An array of a number, a list, an array, a variable or IndexedSlices.
 
-    A ``dtype`` of None means that of the value (float32 and int32 for Python's numbers); an
-    array, a variable or slices of another one are refused, and numbers that it cannot hold.
-    IndexedSlices ``[K, *D]`` become ``[V, *D]`` as by ``slices.to_dense()``, with a
+    Another ``dtype`` than that of an array, a variable or slices is refused, and one that
+    cannot hold the numbers. IndexedSlices become dense as by ``slices.to_dense()``, with a
     :class:`jslices.DensificationWarning`.
 
     Example:
       >>> import jslices.tf1 as tf
       >>> tf.convert_to_tensor([1, 2], tf.float32)
       Array([1., 2.], dtype=float32)
-
-    Source: ``tf.convert_to_tensor``.
     """
     theirs = _arrays.dtype_of(value)
     result = theirs if dtype is None else canonical_dtype(dtype)
@@ -51,10 +48,7 @@ def convert_to_tensor(
 def convert_to_tensor_or_indexed_slices(
     value: TensorLike, dtype: DTypeLike | None = None, name: str | None = None
 ) -> jax.Array | IndexedSlices:
-    """IndexedSlices as they are, anything else by :func:`jslices.tf1.convert_to_tensor`.
-
-    Source: ``tf.convert_to_tensor_or_indexed_slices``.
-    """
+    """IndexedSlices as they are, anything else by :func:`jslices.tf1.convert_to_tensor`."""
     if not isinstance(value, IndexedSlices):
         return convert_to_tensor(value, dtype, name)
     if dtype is not None and canonical_dtype(dtype) != value.dtype:
@@ -68,17 +62,14 @@ def convert_to_tensor_or_indexed_slices(
 def shape(
     input: TensorLike, name: str | None = None, out_type: DTypeLike = np.int32
 ) -> np.ndarray:
-    """The shape as a vector of integers.
+    """The shape as a NumPy array of integers, which is known while JAX traces.
 
-    It is a NumPy array, known while JAX traces, so that ``tf.zeros(tf.shape(x))`` works.
-    IndexedSlices stay sparse, and need a ``dense_shape``.
+    IndexedSlices need a ``dense_shape``, and stay sparse (TensorFlow makes them dense).
 
     Example:
       >>> import jslices.tf1 as tf
       >>> tf.shape([[1, 2, 3]])
       array([1, 3], dtype=int32)
-
-    Source: ``tf.shape``, which makes IndexedSlices dense.
     """
     dims = tuple(input.shape) if is_array(input) else np.shape(input)
     if None in dims:
@@ -107,8 +98,6 @@ def gather(
       >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> tf.gather(jnp.array([10.0, 20.0, 30.0]), [2, 0])
       Array([30., 10.], dtype=float32)
-
-    Source: ``tf.gather``, which raises for an index out of range on a CPU.
     """
     array = convert_to_tensor(params)
     if axis == 0:
@@ -132,12 +121,7 @@ def assign(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """:meth:`jslices.tf1.Variable.assign` of ``ref``.
-
-    Its shape stays: ``validate_shape=False`` cannot give it another.
-
-    Source: ``tf.assign``.
-    """
+    """:meth:`jslices.tf1.Variable.assign`; ``validate_shape=False`` keeps the shape."""
     variable = _variable(ref, "assign")
     if validate_shape is False:
         what = f"assign to {variable.name} with validate_shape=False"
@@ -157,10 +141,7 @@ def assign_add(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """:meth:`jslices.tf1.Variable.assign_add` of ``ref``.
-
-    Source: ``tf.assign_add``.
-    """
+    """:meth:`jslices.tf1.Variable.assign_add` of ``ref``."""
     return _variable(ref, "assign_add").assign_add(value)
 
 
@@ -170,18 +151,12 @@ def assign_sub(
     use_locking: bool | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """:meth:`jslices.tf1.Variable.assign_sub` of ``ref``.
-
-    Source: ``tf.assign_sub``.
-    """
+    """:meth:`jslices.tf1.Variable.assign_sub` of ``ref``."""
     return _variable(ref, "assign_sub").assign_sub(value)
 
 
 def count_up_to(ref: Variable, limit: int, name: str | None = None) -> jax.Array:
-    """:meth:`jslices.tf1.Variable.count_up_to` of ``ref``.
-
-    Source: ``tf.count_up_to``.
-    """
+    """:meth:`jslices.tf1.Variable.count_up_to` of ``ref``."""
     return _variable(ref, "count_up_to").count_up_to(limit)
 
 
@@ -217,13 +192,7 @@ def _scatter(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             return compute(*_arrays.plain_tree((ref, indices, updates)))
 
     scatter.__name__ = scatter.__qualname__ = verb
-    scatter.__doc__ = f"""``{verb}`` of a variable or an array.
-
-    As :func:`jslices.{verb}`, errors included; a :class:`jslices.tf1.Variable` is assigned
-    the result, which is returned. ``use_locking`` is ignored.
-
-    Source: ``tf.{verb}``, which raises for indices out of range.
-    """
+    scatter.__doc__ = f""":func:`jslices.{verb}`; a variable is assigned the result."""
     return scatter
 
 
@@ -260,8 +229,6 @@ def _named(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = function.__name__
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__doc__ = f""":func:`jslices.{function.__name__}` of arrays, variables and slices.
-
-    Source: ``tf.{function.__name__}``.
     """
     return call
 
@@ -281,10 +248,7 @@ def sparse_mask(
     *,
     size: int | None = None,
 ) -> IndexedSlices:
-    """:func:`jslices.sparse_mask`: the slices whose index is not in ``mask_indices``.
-
-    Source: ``tf.sparse_mask``, later ``tf.sparse.mask``.
-    """
+    """:func:`jslices.sparse_mask`: the slices whose index is not in ``mask_indices``."""
     return js.sparse_mask(a, mask_indices, size)
 
 
@@ -299,28 +263,12 @@ def matmul(
     transpose_b: bool = False,
     name: str | None = None,
 ) -> jax.Array:
-    """The matrix product ``a @ b``, by ``jax.numpy.matmul``.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.matmul([[1.0, 2.0]], [[3.0, 4.0]], transpose_b=True)
-      Array([[11.]], dtype=float32)
-
-    Source: ``tf.matmul``.
-    """
+    """The matrix product ``a @ b`` of ``jax.numpy.matmul``, each transposed if asked."""
     a, b = convert_to_tensor(a), convert_to_tensor(b)
     return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
 
 
 @operation
 def sigmoid(x: TensorLike, name: str | None = None) -> jax.Array:
-    """``1 / (1 + exp(-x))``, by ``jax.nn.sigmoid``.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.sigmoid(0.0)
-      Array(0.5, dtype=float32)
-
-    Source: ``tf.sigmoid``.
-    """
+    """``1 / (1 + exp(-x))``, by ``jax.nn.sigmoid``."""
     return jax.nn.sigmoid(convert_to_tensor(x))

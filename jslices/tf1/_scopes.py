@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -45,8 +44,6 @@ class VariableScope:
       initializer, regularizer, dtype: the defaults of :func:`jslices.tf1.get_variable`.
       original_name_scope: the name scope that the scope had when it was opened by name:
         ``"foo_1/"``. ``tf.name_scope(scope.original_name_scope)`` enters it again.
-
-    Source: ``tf.VariableScope``.
     """
 
     name: str
@@ -101,10 +98,7 @@ def current_scope(run: Run) -> VariableScope:
 
 
 def get_variable_scope() -> VariableScope:
-    """The scope that :func:`jslices.tf1.variable_scope` opened last, at first ``""``.
-
-    Source: ``tf.get_variable_scope``.
-    """
+    """The scope that :func:`jslices.tf1.variable_scope` opened last, at first ``""``."""
     return current_scope(current_run("get_variable_scope"))
 
 
@@ -128,13 +122,10 @@ def variable_scope(
       name_or_scope: a name, opened within the current scope (``"a/b"`` is ``b`` in ``a``),
         or a scope that was opened before, whose whole path then replaces the current one.
       reuse: True shares existing variables only, AUTO_REUSE also creates missing ones;
-        False and None inherit from the enclosing scope (from the scope object, if one is
-        given).
-      initializer, dtype, regularizer: the defaults of variables and scopes within; None
-        inherits.
+        False and None inherit from ``name_or_scope`` or the enclosing scope.
+      initializer, dtype, regularizer: the defaults within; None inherits.
       default_name: with ``name_or_scope=None``, a name to make unique: ``d``, ``d_1``, ...
-      auxiliary_name_scope: False opens no name scope, so that :class:`jslices.tf1.Variable`
-        gets its name as outside.
+      auxiliary_name_scope: False opens no name scope for :class:`jslices.tf1.Variable`.
       theirs: as for :func:`jslices.tf1.get_variable`.
 
     Example:
@@ -148,8 +139,7 @@ def variable_scope(
       VariableScope('foo', reuse=True) True
       Variables(foo/v: float32[1])
 
-    Source: ``tf.variable_scope``; the order of arguments is that of its first releases.
-    Operations have no names in JAX; ``jax.named_scope`` shows the scope's in profiles.
+    The order of arguments is that of TensorFlow's first releases.
     """
     run = current_run("variable_scope")
     check_defaults("variable_scope", theirs)
@@ -177,7 +167,6 @@ def variable_scope(
         elif name:
             opened = names.scope(name, "variable_scope")
             scope.original_name_scope = stack.enter_context(opened)
-            stack.enter_context(jax.named_scope(name.strip("/")))
         if reopened:
             scope.original_name_scope = base.original_name_scope
         stack.enter_context(_counted(run, path, reopened))
@@ -243,13 +232,9 @@ def name_scope(
 ) -> Iterator[str]:
     """Put a prefix before the names of :class:`jslices.tf1.Variable`, not of get_variable.
 
-    Yields the unique name, with a slash.
-
-    Args:
-      name: is made unique: opened twice it is ``ns`` and ``ns_1``. ``"ns/"`` enters that
-        very scope again, None leaves all scopes.
-      default_name: the name if ``name`` is None.
-      values: ignored; there is no graph.
+    Yields the unique name, with a slash. Opened twice, ``"ns"`` is ``ns`` and ``ns_1``;
+    ``"ns/"`` enters that very scope again. If ``name`` is None it is ``default_name``; if
+    both are, all scopes are left. ``values`` are ignored.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -258,14 +243,8 @@ def name_scope(
       ...         print(tf.Variable(0.0, name="v").name)
       >>> _ = tf.transform(model).init(None)
       foo/bar/v:0
-
-    Source: ``tf.name_scope``; ``jax.named_scope`` shows the name in profiles, too.
     """
-    run, name = current_run("name_scope"), name or default_name
-    with contextlib.ExitStack() as stack:
-        unique = stack.enter_context(run.names.scope(name or ""))
-        if name:
-            stack.enter_context(jax.named_scope(name.strip("/")))
+    with current_run("name_scope").names.scope(name or default_name or "") as unique:
         yield unique
 
 
@@ -286,20 +265,18 @@ def get_variable(
 
     Args:
       name: its name within the scope: ``v`` in the scope ``foo/bar`` is ``foo/bar/v:0``.
-      shape: that of a new variable. For a shared one: None, or a shape to check, with None
-        for an axis of any length.
+      shape: that of a new variable; of a shared one it is checked, unless it or an axis is
+        None.
       dtype: None means that of a constant initializer, else the scope's (float32).
-      initializer: a function ``init(key, shape, dtype)``, such as those of jslices or of
-        ``jax.nn.initializers``, TensorFlow's ``init(shape, dtype)``, whose first parameter
-        is called ``shape``, or one without parameters; or a constant, which then decides on
-        shape and dtype. None means the scope's, else ``glorot_uniform_initializer`` (zeros
-        for integers).
+      initializer: a function ``init(key, shape, dtype)`` as of ``jax.nn.initializers``,
+        ``init(shape, dtype)``, whose first parameter is called ``shape``, or ``init()``; or
+        a constant, which decides on shape and dtype. None means the scope's, else
+        ``glorot_uniform_initializer`` (zeros for integers).
       trainable: whether it belongs to ``variables.trainable``.
       collections: keys of the collections to put it into; None means ``["variables"]``.
       regularizer: a function of the array, whose result is in
         ``get_collection("regularization_losses")``. None means the scope's.
-      theirs: ``partitioner=None`` and the like: TensorFlow's other keywords, if they have
-        its defaults.
+      theirs: TensorFlow's other keywords, such as ``partitioner``, with its defaults.
 
     Raises:
       ValueError: if the variable exists and the scope does not reuse, if it does not exist
@@ -315,8 +292,8 @@ def get_variable(
       >>> model.apply(model.init(None, ids), ids)
       (Array(16., dtype=float32), Variables(table: float32[100, 8]))
 
-    Source: ``tf.get_variable``. The key of an initializer is the one given to ``init``
-    folded with the variable's name, so that a value depends on no other variable.
+    The key of an initializer is the one given to ``init`` folded with the variable's name,
+    so that a value depends on no other variable.
     """
     run = current_run("get_variable")
     check_defaults("get_variable", theirs)

@@ -40,8 +40,8 @@ class VariableInfo:
 class Variables(Mapping[str, Value]):
     """All variables of a transformed function: name -> array, in the order of creation.
 
-    A mapping and a pytree: the arrays are its leaves, :class:`VariableInfo` is static.
-    Gradients and optimizer states that mirror it have the same structure. It is immutable.
+    An immutable mapping and a pytree: the arrays are its leaves, :class:`VariableInfo` is
+    static.
 
     Args:
       values: name -> array of any shape; ``"foo/v:0"`` is the same name as ``"foo/v"``.
@@ -59,8 +59,6 @@ class Variables(Mapping[str, Value]):
       (['w'], ['steps'])
       >>> (variables.trainable | variables.non_trainable).keys() == variables.keys()
       True
-
-    Source: ``tf.all_variables()`` with the values that TensorFlow keeps in a session.
     """
 
     _infos: tuple[VariableInfo, ...]
@@ -159,11 +157,7 @@ class Variables(Mapping[str, Value]):
         return Variables(values, tuple(infos.values()))
 
     def replace(self, values: Mapping[str, Value]) -> "Variables":
-        """The same variables with other values for some of the names.
-
-        Raises:
-          KeyError: for names that do not exist, listing them.
-        """
+        """The same variables with other values for some; a KeyError for unknown names."""
         values = {bare_name(name): value for name, value in values.items()}
         unknown = [name for name in values if name not in self._by_name]
         if unknown:

@@ -23,12 +23,9 @@ class Transformed(NamedTuple):
       init: ``init(key, *args, **kwargs) -> variables``, the initial values, whatever the
         function assigns. ``key`` may be None if nothing is random.
       apply: ``apply(variables, *args, **kwargs) -> (out, variables)``, what the function
-        returns, and the variables after its assignments. Any mapping of name -> array will
-        do.
-      abstract_init: ``abstract_init(key, *args, **kwargs) -> variables``: declared, not
-        initialized, that is, shapes and dtypes (``jax.ShapeDtypeStruct``) only. Nothing is
-        computed or drawn, so the key may be omitted, and arguments may be
-        ``jax.ShapeDtypeStruct``.
+        returns, and the variables (any mapping of name -> array) after its assignments.
+      abstract_init: ``abstract_init(key, *args, **kwargs) -> variables``, declared only, by
+        ``jax.ShapeDtypeStruct``, as arguments may be too. The key may be omitted.
     """
 
     init: Callable[..., Variables]
@@ -45,12 +42,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
     a table that is only looked up. The calls are resolved while JAX traces, and cost
     nothing at run time.
 
-    Args:
-      fn: any function that creates the same variables whenever it runs, and does not
-        return a handle.
-
-    Returns:
-      A :class:`Transformed`: ``init``, ``apply`` and ``abstract_init``.
+    ``fn`` has to create the same variables whenever it runs, and to return no handle.
 
     Raises:
       ValueError: from ``apply``, for a variable that is missing or has another shape,
@@ -78,8 +70,8 @@ def transform(fn: Callable[..., Any]) -> Transformed:
       >>> variables
       Variables(table: float32[1000, 8], steps: int32[] not trainable)
 
-    Source: TensorFlow's graph and session, by way of Haiku's ``transform``. Haiku keeps
-    parameters and state apart; here ``trainable`` says what is differentiated.
+    Source: Haiku's ``transform``, for TensorFlow's graph and session. Haiku keeps state
+    apart; here ``trainable`` says what is differentiated.
     """
     if not callable(fn):
         raise TypeError(f"transform wants a function, got {type(fn).__name__}")

@@ -24,7 +24,7 @@ from jslices.tf1._state import Value, VariableInfo, is_initialized
 from jslices.tf1.dtypes import DType
 
 
-def _scattering(how: str, meaning: str) -> Callable[..., Array]:
+def _scattering(how: str) -> Callable[..., Array]:
     """A method that changes rows as :func:`jslices.apply_slices` does; see the class."""
     verb = f"scatter_{how}"
 
@@ -37,7 +37,7 @@ def _scattering(how: str, meaning: str) -> Callable[..., Array]:
         return self._scatter(verb, how, sparse_delta)
 
     scatter.__name__, scatter.__qualname__ = verb, f"Variable.{verb}"
-    scatter.__doc__ = meaning
+    scatter.__doc__ = f""":func:`jslices.{verb}` of the rows of IndexedSlices."""
     return scatter
 
 
@@ -66,12 +66,10 @@ class Variable(ArrayOperators):
     functions of ``jax.lax`` accept arrays only: pass them ``v.value()``; for a convolution
     there is :func:`jslices.tf1.nn.conv2d`. ``==`` compares handles, not values.
 
-    The methods ``scatter_add``, ``scatter_sub``, ... take IndexedSlices of K rows
-    ``[K, *D]`` for a variable ``[V, *D]``, of its dtype, and return the new value. A row
-    number outside ``[0, V)`` is dropped (TensorFlow raises); ``dense_shape`` is ignored,
-    unless several axes number the rows. What duplicates do, and the cost, is as in the
-    function of that name. ``scatter_nd_add``, ``scatter_nd_sub`` and ``scatter_nd_update``
-    assign the results of the functions of these names.
+    The methods ``scatter_add``, ``scatter_sub``, ... take IndexedSlices of the variable's
+    dtype, whose ``dense_shape`` is ignored unless several axes number the rows. They, and
+    ``scatter_nd_add``, ``scatter_nd_sub`` and ``scatter_nd_update``, assign and return what
+    the functions of these names do.
 
     Args:
       initial_value: an array, number or list, the result of
@@ -80,7 +78,7 @@ class Variable(ArrayOperators):
       trainable, collections: as for :func:`jslices.tf1.get_variable`.
       validate_shape: changes nothing; here every shape is known.
       name: None means ``"Variable"``; the name scope is put before it.
-      dtype: None means that of the value (float32 and int32 for Python's numbers).
+      dtype: None means that of the value.
       theirs: TensorFlow's other keywords, such as ``caching_device``, if they are None.
 
     Example:
@@ -92,8 +90,6 @@ class Variable(ArrayOperators):
       >>> model.apply(model.init(None))
       (Array(1, dtype=int32), Variables(steps: int32[] not trainable))
 
-    Source: ``tf.Variable`` of TensorFlow 1, where the order of reads and assignments is
-    undefined; here it is that of the program.
     """
 
     info: VariableInfo  #: its static properties
@@ -146,11 +142,7 @@ class Variable(ArrayOperators):
 
     @property
     def dtype(self) -> DType:
-        """The dtype of the value: NumPy's, with the attributes of TensorFlow's.
-
-        It differs from the requested dtype if the caller of ``apply`` has cast the
-        variables to another precision.
-        """
+        """That of the value, which the caller of ``apply`` may have cast."""
         # None was passed for it: only the request of the function is known.
         asked = self._request.dtype or np.float32
         return DType(np.dtype(self._value.dtype if is_array(self._value) else asked))
@@ -190,9 +182,7 @@ class Variable(ArrayOperators):
     def value(self) -> Array:
         """The array it holds now; a later assignment does not change that array.
 
-        Raises:
-          FailedPreconditionError: if it is only declared.
-          RuntimeError: after the run that made the handle.
+        Raises a FailedPreconditionError if it is only declared, a RuntimeError later.
         """
         if self._run is not None:
             self._check_open(self._run)
@@ -217,10 +207,7 @@ class Variable(ArrayOperators):
         return np.asarray(value)
 
     def initialized_value(self) -> Array:
-        """The value, or the initial one if there is none yet.
-
-        Use it to compute another variable's initial value from this one.
-        """
+        """The value, or the initial one if there is none yet, to compute another's from."""
         if self._run is None or is_initialized(self._value):
             return self.value()
         self._check_open(self._run)
@@ -249,11 +236,10 @@ class Variable(ArrayOperators):
         name: str | None = None,
         read_value: bool = True,
     ) -> Array:
-        """Replace the value, and return the new one.
+        """Replace the value by one of this shape and dtype, and return the new one.
 
-        ``value``: of exactly this shape and dtype (Python's numbers are converted, NumPy's
-        64 bits cast); nothing is broadcast. IndexedSlices become dense, with a warning.
-        The other arguments change nothing.
+        Python's numbers and NumPy's 64 bits are converted, nothing is broadcast.
+        IndexedSlices become dense, with a warning. Other arguments change nothing.
         """
         what = f"assign to {self.name}"
         return self._write(self._fitting(value, what), what)
@@ -322,15 +308,10 @@ class Variable(ArrayOperators):
         return value
 
     def count_up_to(self, limit: int) -> Array:
-        """Increment an integer scalar until it reaches ``limit``, a Python int.
+        """Increment an integer scalar below ``limit``, and return what it was before.
 
-        Returns:
-          ``[]``, the value before the increment.
-
-        Raises:
-          OutOfRangeError: at the limit; the variable is unchanged. Under ``jit``, where
-            nothing can be raised, and in ``init``, it stays unchanged and is returned: a
-            result of at least ``limit`` means that the limit was reached.
+        At the limit it raises an OutOfRangeError; under ``jit``, where nothing can
+        be raised, and in ``init``, a result of at least ``limit`` says so.
         """
         what = f"count_up_to of {self.name}"
         if not isinstance(limit, int | np.integer) or isinstance(limit, bool):
@@ -350,17 +331,13 @@ class Variable(ArrayOperators):
 
     # --- rows ---------------------------------------------------------------------------
 
-    scatter_add = _scattering(
-        "add", "Add rows, ``v[indices[k]] += values[k]``; duplicates accumulate."
-    )
-    scatter_sub = _scattering("sub", "Subtract rows; duplicates accumulate.")
-    scatter_mul = _scattering("mul", "Multiply by rows; duplicates compound.")
-    scatter_div = _scattering(
-        "div", "Divide by rows; duplicates compound, integers truncate towards zero."
-    )
-    scatter_min = _scattering("min", "Take the smaller of old and new, elementwise.")
-    scatter_max = _scattering("max", "Take the larger of old and new, elementwise.")
-    scatter_update = _scattering("update", "Replace rows; of duplicates the last wins.")
+    scatter_add = _scattering("add")
+    scatter_sub = _scattering("sub")
+    scatter_mul = _scattering("mul")
+    scatter_div = _scattering("div")
+    scatter_min = _scattering("min")
+    scatter_max = _scattering("max")
+    scatter_update = _scattering("update")
 
     def _scatter(
         self, verb: str, how: str, delta: IndexedSlices, whole: bool = False
@@ -398,11 +375,9 @@ class Variable(ArrayOperators):
         use_locking: bool = True,
         name: str | None = None,
     ) -> Array:
-        """Replace rows in every example: ``v[b, indices[b, k]] = updates[b, k]``.
+        """:func:`jslices.batch_scatter_update` of a pair ``(indices, updates)``.
 
-        ``sparse_delta``: IndexedSlices, for which this is ``scatter_update``; or, since
-        they have one axis of indices here, the pair ``(indices, updates)`` that
-        :func:`jslices.batch_scatter_update` takes, whose errors name the variable.
+        Or of IndexedSlices, for which it is ``scatter_update``.
         """
         what = "batch_scatter_update"
         if isinstance(sparse_delta, tuple) and len(sparse_delta) == 2:

@@ -20,7 +20,7 @@ class DType:
       >>> tf.float32 == np.dtype("float32"), tf.float32.as_numpy_dtype is np.float32
       (True, True)
 
-    Source: ``tf.DType``. Arrays have dtypes of NumPy, without these attributes.
+    Arrays have dtypes of NumPy, without these attributes.
     """
 
     dtype: np.dtype
@@ -62,15 +62,7 @@ class DType:
 
 
 def as_dtype(type_value: DTypeLike) -> DType:
-    """The :class:`DType` of a dtype or of its name.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.as_dtype("float32")
-      tf.float32
-
-    Source: ``tf.as_dtype``.
-    """
+    """The :class:`jslices.tf1.DType` of a dtype or of its name, such as ``"float32"``."""
     return DType(np.dtype(type_value))
 
 

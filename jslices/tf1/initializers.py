@@ -1,8 +1,8 @@
 """Initializers by TensorFlow's names: ``init(shape, dtype)`` or JAX's ``init(key, ...)``.
 
-``tf.initializers.zeros()`` is ``tf.zeros_initializer()``, and so on. They serve
-:func:`jslices.tf1.get_variable`, and Flax, Haiku or anything else that takes an initializer
-of ``jax.nn.initializers``. Instances are immutable, and equal if their arguments are.
+``tf.initializers.zeros()`` is ``tf.zeros_initializer()``, and so on. They have TensorFlow's
+statistics, and serve wherever an initializer of ``jax.nn.initializers`` does. Instances are
+immutable, and equal if their arguments are.
 
 The arguments of all of them and of their calls:
 
@@ -23,8 +23,6 @@ Example:
   Array(2., dtype=float32)
   >>> tf.glorot_uniform_initializer()(key, (200, 100)).std().round(3)  # sqrt(2 / 300)
   Array(0.082, dtype=float32)
-
-Source: TensorFlow 1, whose statistics they have.
 """
 
 import dataclasses
@@ -163,12 +161,9 @@ class ones_initializer(_Filled):
 class constant_initializer(Initializer):
     """One value everywhere, or a list or array of values row by row.
 
-    A list that is too short is continued with its last element, as in TensorFlow;
-    ``verify_shape=True`` makes another shape a TypeError.
-
-    Raises:
-      ValueError: when called, for more values than the shape takes.
-      TypeError: when called, for values the dtype cannot hold, such as 3.7 and int32.
+    A list that is too short is continued with its last element, as in TensorFlow; a call
+    raises a ValueError for one that is too long, and a TypeError for values that the dtype
+    cannot hold, such as 3.7 and int32, or with ``verify_shape=True`` for another shape.
 
     Example:
       >>> import jslices.tf1 as tf
@@ -235,12 +230,6 @@ class truncated_normal_initializer(_Normal):
 
     Those beyond are drawn again, not clipped. ``stddev`` is that of the normal
     distribution before this; that of the result is 0.8796 of it.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> drawn = tf.truncated_normal_initializer()(jax.random.key(0), (100_000,))
-      >>> drawn.std().round(2), bool(abs(drawn).max() <= 2)
-      (Array(0.88, dtype=float32), True)
     """
 
     standard = functools.partial(jax.random.truncated_normal, lower=-2, upper=2)
@@ -297,9 +286,8 @@ _MODES = ("fan_in", "fan_out", "fan_avg")
 class uniform_unit_scaling_initializer(Initializer):
     """Uniform numbers that keep the variance of their inputs.
 
-    They lie in ``(-b, b)``, ``b = factor * sqrt(3 / n)``, where n is the product of all
-    axes of the shape but the last (as in TensorFlow's code; its documentation says the
-    first axis).
+    They lie in ``(-b, b)``, ``b = factor * sqrt(3 / n)``; n is the product of all axes but
+    the last, as in TensorFlow's code (its documentation says the first).
 
     Source: Sussillo and Abbott, "Random walk
     initialization for training very deep feedforward networks", 2014.
@@ -320,6 +308,8 @@ class uniform_unit_scaling_initializer(Initializer):
 class variance_scaling_initializer(Initializer):
     """Random numbers of variance ``scale / n``, where n counts inputs or outputs.
 
+    They are those of ``jax.nn.initializers.variance_scaling``, which refuses vectors.
+
     Args:
       scale: positive.
       mode: n is ``"fan_in"``, ``"fan_out"`` or their mean ``"fan_avg"``. Of a kernel
@@ -333,8 +323,6 @@ class variance_scaling_initializer(Initializer):
       >>> init = tf.variance_scaling_initializer(2.0, distribution="uniform")
       >>> init(jax.random.key(0), (200, 100)).std().round(3)  # sqrt(2 / 200)
       Array(0.1, dtype=float32)
-
-    Source: ``jax.nn.initializers.variance_scaling``, which refuses vectors.
     """
 
     scale: float = 1.0
@@ -405,17 +393,9 @@ class glorot_normal_initializer(_Glorot):
 
 @dataclasses.dataclass(frozen=True)
 class orthogonal_initializer(Initializer):
-    """A random orthogonal matrix times ``gain``.
+    """A random orthogonal matrix times ``gain``, by ``jax.nn.initializers.orthogonal``.
 
     Its rows are all axes but the last, of two axes or more.
-
-    Example:
-      >>> import jax, jslices.tf1 as tf
-      >>> q = tf.orthogonal_initializer()(jax.random.key(0), (3, 3))
-      >>> bool(abs(q.T @ q - jax.numpy.eye(3)).max() < 1e-5)
-      True
-
-    Source: ``jax.nn.initializers.orthogonal``.
     """
 
     gain: float = 1.0

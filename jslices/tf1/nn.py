@@ -4,8 +4,6 @@ The lookups and losses are those of jslices, with TensorFlow's arguments in Tens
 order; further keywords, such as ``mode``, are passed on. All accept variables. What
 TensorFlow draws from a global generator is drawn here with ``key=``, a JAX key, or with
 ``seed=``, which draws the same classes in every call.
-
-Source: ``tf.nn`` of TensorFlow 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +36,7 @@ def embedding_lookup(
 ) -> jax.Array:
     """The rows ``[*B, *D]`` of a table ``[V, *D]``: :func:`jslices.embedding_lookup`.
 
-    An id that is out of range reads NaN; ``options`` are ``padding_id`` and ``mode``.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices.tf1 as tf
-      >>> tf.nn.embedding_lookup(jnp.array([10.0, 20.0, 30.0]), [2, 0])
-      Array([30., 10.], dtype=float32)
-
-    Source: ``tf.nn.embedding_lookup``, which raises for an id out of range.
+    ``options`` are ``padding_id`` and ``mode``.
     """
     options |= {"partition_strategy": partition_strategy, "max_norm": max_norm}
     return js.embedding_lookup(params, ids, **options)
@@ -72,8 +63,6 @@ def embedding_lookup_sparse(
       >>> ids = tf.SparseTensor([[0, 0], [0, 1], [1, 0]], [1, 3, 2], (2, 2))
       >>> tf.nn.embedding_lookup_sparse(jnp.arange(4.0), ids, None, combiner="mean")
       Array([2., 2.], dtype=float32)
-
-    Source: ``tf.nn.embedding_lookup_sparse``.
     """
     bags, weights = _bags(sp_ids), _weights(sp_weights)
     options |= {"partition_strategy": partition_strategy}
@@ -95,14 +84,6 @@ def safe_embedding_lookup_sparse(
     """The same for raw ids: :func:`jslices.safe_embedding_lookup_sparse`.
 
     Bags and options are those of :func:`jslices.tf1.nn.embedding_lookup_sparse`.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices.tf1 as tf
-      >>> ids = tf.SparseTensor([[0, 0], [0, 1], [1, 0]], [1, 3, -1], (2, 2))
-      >>> tf.nn.safe_embedding_lookup_sparse(jnp.arange(4.0), ids, default_id=3)
-      Array([2., 3.], dtype=float32)
-
-    Source: ``tf.nn.safe_embedding_lookup_sparse``.
     """
     bags, weights = _bags(sparse_ids), _weights(sparse_weights)
     options |= {"partition_strategy": partition_strategy, "max_norm": max_norm}
@@ -161,14 +142,6 @@ def _sampled_loss(
     loss.__doc__ = f"""{meaning}: :func:`jslices.{what}`.
 
     Without ``sampled_values`` classes are drawn here, with ``seed`` or a JAX ``key``.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices.tf1 as tf
-      >>> weights, biases, inputs = jnp.ones((100, 4)), jnp.zeros(100), jnp.ones((2, 4))
-      >>> tf.nn.{what}(weights, biases, [[3], [7]], inputs, 5, 100, seed=0).shape
-      (2,)
-
-    Source: ``tf.nn.{what}``.
     """
     return operation(loss)
 
@@ -194,14 +167,6 @@ def log_uniform_candidate_sampler(
     """Draw classes, low numbers more often: :func:`jslices.log_uniform_candidate_sampler`.
 
     ``true_classes`` are ``[B, num_true]``, and ``seed`` or ``key`` is needed.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> drawn = tf.nn.log_uniform_candidate_sampler([[0], [9]], 1, 5, True, 1000, seed=3)
-      >>> drawn.sampled_candidates.shape, drawn.true_expected_count.shape
-      ((5,), (2, 1))
-
-    Source: ``tf.nn.log_uniform_candidate_sampler``.
     """
     classes = jnp.asarray(true_classes)
     if classes.ndim != 2 or classes.shape[1] != num_true:
@@ -244,20 +209,15 @@ def conv2d(
       input: images ``[batch, height, width, channels]``.
       filter: ``[height, width, channels, out channels]``, of the same dtype.
       strides: four integers, those of batch and channels being 1.
-      padding: ``"SAME"`` or ``"VALID"``.
+      padding: ``"SAME"``, which divides height and width by the stride, or ``"VALID"``.
       data_format: ``"NCHW"`` for images and strides in that order.
       name: a name scope for the profile.
-
-    Returns:
-      ``[batch, ceil(height / stride), ceil(width / stride), out channels]`` for ``"SAME"``.
 
     Example:
       >>> import jax.numpy as jnp, jslices.tf1 as tf
       >>> images, filter = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
       >>> tf.nn.conv2d(images, filter, strides=[1, 2, 2, 1], padding="VALID").ravel()
       Array([9., 9.], dtype=float32)
-
-    Source: ``tf.nn.conv2d`` of TensorFlow 1.
     """
     if data_format not in _FORMATS:
         raise ValueError(
@@ -282,15 +242,7 @@ def conv2d(
 
 @operation
 def relu(features: TensorLike, name: str | None = None) -> jax.Array:
-    """``max(features, 0)`` by ``jax.nn.relu``, in the shape and dtype of ``features``.
-
-    Example:
-      >>> import jslices.tf1 as tf
-      >>> tf.nn.relu(tf.constant([-1.0, 2.0]))
-      Array([0., 2.], dtype=float32)
-
-    Source: ``tf.nn.relu``.
-    """
+    """``max(features, 0)`` by ``jax.nn.relu``, in the shape and dtype of ``features``."""
     return jax.nn.relu(features)
 
 

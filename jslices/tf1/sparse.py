@@ -14,14 +14,12 @@ mask = _ops.sparse_mask
 class SparseTensor(NamedTuple):
     """A sparse matrix of ids or weights, whose rows are bags.
 
-    See :func:`jslices.tf1.nn.embedding_lookup_sparse`.
+    Only lookups take it, such as :func:`jslices.tf1.nn.embedding_lookup_sparse`.
 
     Attributes:
       indices: ``[K, 2]`` integers, the row and the column of each element.
       values: ``[K]``, the elements.
       dense_shape: ``(B, L)``, known before tracing.
-
-    Source: ``tf.SparseTensor``, which other operations use as well.
     """
 
     indices: ArrayLike

@@ -23,20 +23,14 @@ class Saver(js.Saver):
 
     Args:
       builder, defer_build, write_version, filename: only TensorFlow's defaults.
-      allow_empty: True allows nothing to be saved; then nothing is, and ``save`` returns
-        None.
-
-    The other arguments are those of :class:`jslices.Saver`.
+      allow_empty: True lets ``save`` return None if there is nothing to save.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, jslices.tf1 as tf
-      >>> variables = {"v1": jnp.ones(2), "v2": jnp.zeros(3)}
-      >>> saver = tf.train.Saver(["v1"])
+      >>> variables, saver = {"v1": jnp.ones(2), "v2": jnp.zeros(3)}, tf.train.Saver(["v1"])
       >>> path = saver.save(variables, f"{tempfile.mkdtemp()}/my-model", global_step=0)
       >>> saver.restore({"v1": jnp.zeros(2)}, path)
       {'v1': Array([1., 1.], dtype=float32)}
-
-    Source: ``tf.train.Saver``.
     """
 
     def __init__(
@@ -90,12 +84,9 @@ class Saver(js.Saver):
         strip_default_attrs: bool = False,
         save_debug_info: bool = False,
     ) -> str | None:
-        """Save the variables ``sess``; see :meth:`jslices.Saver.save`.
+        """Save the variables ``sess`` by :meth:`jslices.Saver.save`.
 
         There is no graph, so arguments for its file change nothing.
-
-        Returns:
-          The path for :meth:`restore`; None if ``allow_empty`` and there are no variables.
         """
         if self._is_empty(sess):
             return None
@@ -105,13 +96,9 @@ class Saver(js.Saver):
     def restore(  # type: ignore[override]
         self, sess: PyTree, save_path: str | os.PathLike[str] | None = None
     ) -> PyTree:
-        """The variables saved at ``save_path``; see :meth:`jslices.Saver.restore`.
+        """The variables saved at ``save_path``, by :meth:`jslices.Saver.restore`.
 
-        Args:
-          sess: the variables to restore into, which are unchanged; None for all that were
-            saved.
-          save_path: what :meth:`save` or ``latest_checkpoint`` returned. The order of
-            ``jslices.Saver``, the path first, is accepted too.
+        ``sess`` are those to restore into, None for all. The path may also come first.
         """
         if isinstance(sess, str | os.PathLike):
             sess, save_path = save_path, sess
