@@ -1,5 +1,6 @@
 """Optimizers of trees of arrays, made from a rule."""
 
+import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,13 +55,29 @@ def transformation(
     that no gradient touches are neither read nor written.
     """
     mask = mask if is_function(mask) else unboxed(mask)
-    run = _RuleOnTrees(state_type, rule, rule if other is None else other, mask)
-    tx = GradientTransformation(run.init, run.update, apply=run.apply, plan=run.plan)
+    other = rule if other is None else other
+    run = _RuleOnTrees(state_type, rule, other, mask)
+
+    def with_average(decay: float) -> GradientTransformation:
+        own, others = exact.averaging(rule, decay), exact.averaging(other, decay)
+        kind = _averaging(state_type)  # type: ignore[arg-type]
+        return transformation(kind, own, other=others, mask=mask)
+
+    tx = GradientTransformation(
+        run.init, run.update, apply=run.apply, plan=run.plan, averaged=with_average
+    )
     if rule.missed is None:
         return tx
     return tx.replace(
         catch_up=run.catch_up, flush=run.flush, peek=run.peek, check=run.check
     )
+
+
+@functools.cache
+def _averaging(state_type: Any) -> Any:
+    """The state of an optimizer that keeps an average of its parameters, ``ema``."""
+    names = dict.fromkeys((*state_type._fields, "clock", "ema"))
+    return collections.namedtuple(state_type.__name__, names, defaults=names.values())
 
 
 def _shardings_of_step(
@@ -149,7 +166,7 @@ class _RuleOnTrees:
         protocol.refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         protocol.refuse_alone("tx.update", grads, params)
         is_peeked = self._peeked(peeked, grads)
-        reads_params = self.rule.reads_params or any(is_peeked)
+        reads_params = self.rule.reads_params or any(is_peeked) or "ema" in self.names
         reads_params |= adds and grads is not None
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(
