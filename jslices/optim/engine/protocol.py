@@ -129,10 +129,9 @@ class GradientTransformation:
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
-        of_rows = None if "update" in parts else self._parts["of_rows"]
-        averaged = None if "init" in parts else self.averaged
-        own = {**self._parts, "of_rows": of_rows, "averaged": averaged}
-        return GradientTransformation(**{**own, **parts})
+        other_step = {"update", "apply"} & parts.keys()
+        lost = ["of_rows", "averaged"] if other_step else ["averaged"] * ("init" in parts)
+        return GradientTransformation(**{**self._parts, **dict.fromkeys(lost), **parts})
 
     def of_rows(self, rows: StateOfRows) -> "GradientTransformation":
         """That of an array of these rows, if it goes by row numbers, or else itself."""
@@ -179,7 +178,8 @@ class GradientTransformation:
         names = ("update", "apply", "catch_up", "flush", "peek")
         steps = {name: self._parts[name] for name in names if self._parts[name]}
         steps = {name: boundary.one_program(x) for name, x in steps.items()}
-        return self.replace(of_rows=self._parts["of_rows"], **steps)
+        own = {name: self._parts[name] for name in ("of_rows", "averaged")}
+        return self.replace(**own, **steps)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))
