@@ -138,12 +138,12 @@ def test_of_16_bits_is_in_float32():
         (lambda ema: ema(js.adam(0.1, untouched="exact"), 0.8), "faster than momentum"),
         (
             lambda ema: ema(js.optim.dp_sgd(0.1, 1.0, 1.0, 8, jax.random.key(0)), 0.9),
-            "no closed form",
+            "wants a plain optimizer",
         ),
         (lambda ema: ema(js.adamw(0.1, **FAST), 0.95), "leaves 0.9 of a row"),
         (lambda ema: ema(js.adamw(lambda n: n / 99, **FAST), 0.95), "no faster than"),
-        (lambda ema: ema(js.optim.chain(js.sgd(0.1)), 0.9), "goes around params_ema"),
-        (lambda ema: ema(optax.adam(0.1), 0.9), "an optimizer of jslices"),
+        (lambda ema: ema(js.optim.chain(js.sgd(0.1)), 0.9), "links go around it"),
+        (lambda ema: ema(optax.adam(0.1), 0.9), "wants a plain optimizer"),
         (lambda ema: ema(js.sgd(0.1), 0.0), "a decay above 0"),
     ],
 )

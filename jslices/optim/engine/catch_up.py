@@ -411,7 +411,7 @@ def averaging(rule: Rule, decay: float) -> Rule:
     if missed.run or rule.update_slices is not None or momentum > decay:
         raise ValueError(
             "params_ema has no closed form of what rows average in steps that they miss, "
-            'for dp_sgd, adafactor, lion and proximal_adagrad with untouched="exact", and '
+            'for adafactor, lion and proximal_adagrad with untouched="exact", and '
             "averages that fade faster than momentum does, got "
             f"decay={decay:g} and momentum that fades by {momentum:.3f}"
         )
