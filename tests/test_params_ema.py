@@ -144,7 +144,7 @@ def test_of_16_bits_is_in_float32():
         (lambda ema: ema(js.adamw(lambda n: n / 99, **FAST), 0.95), "no faster than"),
         (lambda ema: ema(js.optim.chain(js.sgd(0.1)), 0.9), "links go around it"),
         (lambda ema: ema(optax.adam(0.1), 0.9), "wants a plain optimizer"),
-        (lambda ema: ema(js.sgd(0.1), 0.0), "a decay above 0"),
+        (lambda ema: ema(js.sgd(0.1), 0.0), "decay above 0"),
     ],
 )
 def test_refuses_what_it_cannot_average(make, match):

@@ -48,8 +48,8 @@ def params_ema(tx: Transformation, decay: Decay) -> GradientTransformation:
     make = tx.averaged if isinstance(tx, GradientTransformation) else None
     if make is None or not decay:
         raise TypeError(
-            f"params_ema wants a plain optimizer of jslices and a decay above 0, got {tx!r} "
-            f"and {decay}; links go around it: jslices.optim.chain(jslices.optim.clip("
-            "0.1), jslices.optim.params_ema(jslices.adam(1e-3), 0.999))"
+            f"params_ema wants a plain optimizer of jslices, decay above 0, got {tx!r}, "
+            f"{decay}; links go around it: jslices.optim.chain(jslices.optim.clip(0.1), "
+            "jslices.optim.params_ema(jslices.adam(1e-3), 0.999))"
         )
     return make(float(decay))
