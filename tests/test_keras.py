@@ -534,7 +534,7 @@ def test_options_that_rows_can_honour(option):
     "option, hint",
     [
         ({"weight_decay": 0.1}, r"js?lices\.adamw"),
-        ({"use_ema": True}, "keras.optimizers.Adam"),
+        ({"use_ema": True}, "returns jslices.optim.params_ema"),
         ({"gradient_accumulation_steps": 2}, "batch_size"),
     ],
 )

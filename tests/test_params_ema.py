@@ -101,6 +101,22 @@ def test_of_lazy_optimizers_is_that_of_the_same_steps(lazy):
     assert_close(tx.flush(params, state)[1].ema, average, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [js.adam, functools.partial(js.adamw, weight_decay=1.0)])
+def test_with_an_injected_learning_rate(make):
+    def averaged(learning_rate):
+        return js.optim.params_ema(make(learning_rate, untouched="exact"), DECAY)
+
+    @fast_jit
+    def by_argument(rate):
+        tx = averaged(rate)
+        body = lambda c, ids: (js.train_step(loss, tx)(*c, ids)[:2], None)  # noqa: E731
+        return tx.flush(*jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), IDS)[0])
+
+    tx = averaged(0.01)
+    wanted = tx.flush(*trained(js.train_step(loss, tx), tx.init(PARAMS))[:2])
+    assert_close(by_argument(0.01)[1].ema, wanted[1].ema, rtol=1e-4, atol=1e-5)
+
+
 def test_frozen_rows_are_their_average():
     tx = js.optim.params_ema(js.adamw(0.01, weight_decay=0.3, untouched="exact"), DECAY)
     tx = js.optim.freeze_rows(tx, {"table": lambda rows: rows < 9, "w": None})

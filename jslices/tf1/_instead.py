@@ -75,7 +75,7 @@ INSTEAD |= {
     "sparse_placeholder": _PAIRS,
     "placeholder_with_default": "an argument of the function, with a default",
     "Coordinator": _LOOP,
-    "ExponentialMovingAverage": "optax.incremental_update(params, average, 1 - decay)",
+    "ExponentialMovingAverage": "jslices.optim.params_ema(optimizer, decay)",
     "MonitoredTrainingSession": _LOOP,
     "SyncReplicasOptimizer": "jslices.accumulators, or jit on a mesh of devices",
     "add_n": "sum(inputs)",

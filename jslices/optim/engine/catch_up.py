@@ -415,10 +415,11 @@ def averaging(rule: Rule, decay: float) -> Rule:
             "averages that fade faster than momentum does, got "
             f"decay={decay:g} and momentum that fades by {momentum:.3f}"
         )
-    steps = np.unique(np.geomspace(1, 1e5, 400).astype(np.int32))
-    with jax.ensure_compile_time_eval():
-        paces = missed.pace(jnp.asarray(steps) if missed.decays else steps, np.dtype("f4"))
-    left = 1.0 if isinstance(paces, jax.core.Tracer) else float(np.exp(np.min(paces)))
+    left, rates = 1.0, (missed.learning_rate, missed.weight_decay)
+    if missed.decays and not any(isinstance(x, jax.core.Tracer) for x in rates):
+        with jax.ensure_compile_time_eval():
+            steps = jnp.unique(jnp.geomspace(1, 1e5, 400).astype(jnp.int32))
+            left = float(jnp.exp(jnp.min(missed.pace(steps, np.dtype("f4")))))
     if not left >= decay - 1e-6:  # nor NaN, where nothing would be left
         raise ValueError(
             f"params_ema wants rows that decay no faster than the average, in each of the "
