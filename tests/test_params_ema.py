@@ -141,6 +141,51 @@ def test_is_in_place_and_saved(untouched, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_a_mesh(kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType[kind],))
+    tx = js.optim.params_ema(js.adamw(RATE, weight_decay=1.0, untouched="exact"), DECAY)
+    read = lambda p, ids: {**p, "table": js.embedding_lookup(p["table"], ids)}  # noqa: E731
+    step = js.train_step(lambda p, ids: loss(read(p, ids), jnp.arange(5)), tx)
+    placed = {
+        k: jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for k, x in PARAMS.items()
+    }
+    placed["table"] = jax.device_put(placed["table"], jax.NamedSharding(mesh, jax.P("x")))
+    results = []
+    for params in (PARAMS, placed):
+        state = tx.init(params)
+        for ids in IDS[:9]:
+            params, state, _ = fast_jit(step)(params, state, ids)
+        results.append((params, state.ema))
+    assert_close(*results, rtol=1e-5, atol=1e-6)
+    assert results[1][1]["table"].sharding == results[1][0]["table"].sharding
+
+
+@pytest.mark.slow
+def test_of_a_host_table():
+    tx = js.optim.params_ema(js.adamw(RATE, weight_decay=1.0, untouched="exact"), DECAY)
+    table, w = PARAMS["table"], PARAMS["w"]
+    host = js.HostTable(table.shape, tx, init=lambda ids: table[ids], size=5)
+    on_table = lambda table, ids: loss({"table": table, "w": w}, ids)  # noqa: E731
+
+    @fast_jit
+    def by_rows(rows, places):
+        table, state = rows.unpack()
+        return rows.pack(*tx.apply(js.grad(on_table)(table, places), state, table))
+
+    step, state = fast_jit(js.train_step(on_table, tx)), tx.init(table)
+    for ids in IDS[:20]:
+        rows, places = host.fetch(ids)
+        host.store(by_rows(rows, places))
+        table, state, _ = step(table, state, ids)
+    table, state = tx.flush(table, state)
+    rows, places = host.fetch(IDS[0])
+    mine, own = rows.unpack()
+    for got, wanted in ((mine, table), (own.ema, state.ema)):
+        assert_close(got[places], wanted[IDS[0]], rtol=1e-5, atol=1e-6)
+
+
 def test_of_16_bits_is_in_float32():
     tx = js.optim.params_ema(js.sgd(0.1), DECAY)
     assert tx.init(jnp.ones((4, 2), jnp.bfloat16)).ema.dtype == jnp.float32

@@ -413,7 +413,7 @@ def averaging(rule: Rule, decay: float) -> Rule:
             "params_ema has no closed form of what rows average in steps that they miss, "
             'for adafactor, lion and proximal_adagrad with untouched="exact", and '
             "averages that fade faster than momentum does, got "
-            f"decay={decay:g} and momentum that fades by {momentum:.3f}"
+            f"decay={decay:g} and momentum that fades by {momentum:.4f}"
         )
     left, rates = 1.0, (missed.learning_rate, missed.weight_decay)
     if missed.decays and not any(isinstance(x, jax.core.Tracer) for x in rates):
