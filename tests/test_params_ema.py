@@ -1,6 +1,7 @@
 """Averages of parameters, against optax.incremental_update after each step."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,8 @@ def test_is_in_place_and_saved(untouched, tmp_path):
     params, state, _ = fast_jit(js.train_step(loss, tx))(PARAMS, tx.init(PARAMS), IDS[0])
     path = js.Saver().save({"p": params, "s": state}, tmp_path / "model")
     restored = js.Saver().restore(path, {"p": PARAMS, "s": tx.init(PARAMS)})["s"]
-    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    for again in (restored, pickle.loads(pickle.dumps(state))):
+        jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
 @pytest.mark.slow

@@ -371,13 +371,14 @@ def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
                 move += _noise(steps, key, names, done, count, missed.run, p)
             # A row that missed nothing stays as it is, to the bit.
             move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
-            return missed, move, new
+            return missed.decay, move, new
 
-        missed, move, new = advanced(0, p, snapshot[:width])
+        _, move, new = advanced(0, p, snapshot[:width])
         if steps.average is not None:
-            faded, share, _ = advanced(1, jnp.zeros_like(p), snapshot[width:])
-            was, pull = jnp.where(per_row(moves, p), missed.pull, 1)
-            rest = (1 + faded.decay) * (mean - was * p) - steps.average * share
+            fade, share, _ = advanced(1, jnp.zeros_like(p), snapshot[width:])
+            pulls = (snapshot[width - 1], run[2]) if steps.keeps_run else (1.0, 1.0)
+            was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
+            rest = (1 + fade) * (mean - was * p) - steps.average * share
             new, arrays = [*new, rest + pull * (p + move)], [*arrays, mean]
         moved = [
             access.where_rows(late, x, old).astype(old.dtype)

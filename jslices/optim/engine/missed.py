@@ -67,7 +67,6 @@ class Missed(NamedTuple):
     sums: jax.Array  #: one for each series, or two steps: ``[series, n, 1, ...]``.
     decay: Any  #: what weight decay adds to the row, as a share of it; 0.0 without.
     run: Any  #: the sum of log(1 - lr * weight_decay), or of lr without weight decay.
-    pull: Any = ()  #: of an average, before and after them: ``[2, n, 1]``.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,18 +185,13 @@ class MissedSteps:
         table, after_each = tables
         steps = count - last
         if self.keeps_run:
-            then = snapshot[len(snapshot) - len(run) :]
-            since = (run[0] - then[0]) + (run[1] - then[1])
+            high, low, *_ = snapshot[len(snapshot) - len(run) :]
+            since = (run[0] - high) + (run[1] - low)
         else:
             since = steps * self.pace(jnp.ones((1,), jnp.int32), run.dtype)[0]
         decay = jnp.expm1(since) if self.decays else jnp.zeros_like(since)
-        pull: Any = ()
-        if self.average is not None:
-            one = jnp.ones(steps.shape, run.dtype)
-            pull = jnp.stack([then[2], run[2] * one] if self.keeps_run else [one, one])
         if not self.series:
-            none = jnp.zeros((0, *steps.shape), run.dtype)
-            return Missed(steps, none, decay, since, pull)
+            return Missed(steps, jnp.zeros((0, *steps.shape), run.dtype), decay, since)
         if self.keeps_series(run.dtype):
             tails = jnp.stack(list(snapshot[: len(self.series)]))
         else:
@@ -209,7 +203,7 @@ class MissedSteps:
         if self._is_factor:
             factors = [x.times_learning_rate for x in self.series]
             sums = self._scaled(self.learning_rate, sums, factors)
-        return Missed(steps, sums, decay, since, pull)
+        return Missed(steps, sums, decay, since)
 
     def _scaled(
         self, factor: Any, sums: jax.Array, which: Sequence[bool] = ()

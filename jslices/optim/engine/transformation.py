@@ -55,16 +55,9 @@ def transformation(
     that no gradient touches are neither read nor written.
     """
     mask = mask if is_function(mask) else unboxed(mask)
-    other = rule if other is None else other
-    run = _RuleOnTrees(state_type, rule, other, mask)
-
-    def with_average(decay: float) -> GradientTransformation:
-        own, others = exact.averaging(rule, decay), exact.averaging(other, decay)
-        kind = _averaging(state_type)  # type: ignore[arg-type]
-        return transformation(kind, own, other=others, mask=mask)
-
+    run = _RuleOnTrees(state_type, rule, rule if other is None else other, mask)
     tx = GradientTransformation(
-        run.init, run.update, apply=run.apply, plan=run.plan, averaged=with_average
+        run.init, run.update, apply=run.apply, plan=run.plan, averaged=run.averaged
     )
     if rule.missed is None:
         return tx
@@ -75,9 +68,15 @@ def transformation(
 
 @functools.cache
 def _averaging(state_type: Any) -> Any:
-    """The state of an optimizer that keeps an average of its parameters, ``ema``."""
+    """The state of an optimizer that keeps an average as well: the same class each time."""
     names = dict.fromkeys((*state_type._fields, "clock", "ema"))
-    return collections.namedtuple(state_type.__name__, names, defaults=names.values())
+    kind: Any = collections.namedtuple(state_type.__name__, names, defaults=names.values())
+    kind.__reduce__ = lambda state: (_unpickled, (state_type, *state))
+    return kind
+
+
+def _unpickled(state_type: Any, *parts: PyTree) -> Any:
+    return _averaging(state_type)(*parts)
 
 
 def _shardings_of_step(
@@ -103,6 +102,12 @@ class _RuleOnTrees:
         self.is_noisy = rule.missed is not None and rule.missed.noise is not None
         #: Whether rows have caught up, or a warning said that none has.
         self.has_caught_up = False
+
+    def averaged(self, decay: float) -> GradientTransformation:
+        """The optimizer that keeps an average of its parameters, ``ema`` in its state."""
+        own, other = (exact.averaging(x, decay) for x in (self.rule, self.other))
+        kind = _averaging(self.state_type)  # type: ignore[arg-type]
+        return transformation(kind, own, other=other, mask=self.mask)
 
     @usual_promotion
     def init(self, params: Params) -> State:
