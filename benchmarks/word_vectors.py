@@ -64,7 +64,7 @@ def train_jslices(corpus, data, epochs):
     def falling(count):
         return RATE * jnp.maximum(1 - count / steps, 0.02)
 
-    tx, step = skipgram.sparse_step(falling, BATCH)
+    tx, step = skipgram.sparse_step(falling, BATCH, "lazy")
     params = skipgram.init_params(len(corpus.words), DIM, 0)
     key = jax.random.key(1)
     params, state, _ = jax.block_until_ready(step(params, tx.init(params), data, key))

@@ -136,7 +136,7 @@ def train_alone(options, params):
     """The same number of steps in one process, on batches as large as all workers'."""
     batch = options.batch * options.workers
     data = skipgram.make_data(read_corpus(options.text, options.words), options.seed)
-    tx, step = skipgram.sparse_step(options.learning_rate, batch)
+    tx, step = skipgram.sparse_step(options.learning_rate, batch, "lazy")
     state, key = tx.init(params), jax.random.key(options.seed + 1)
     for _ in range(options.steps):
         params, state, _ = step(params, state, data, key)

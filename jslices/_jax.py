@@ -184,8 +184,6 @@ def define_keys(name: str, tag: Callable[[], str], words: int) -> tuple[Any, Any
 class _Kind(prng.PRNGImpl):
     """A kind of keys that are filled with nothing but zeros, as by ``jnp.zeros_like``."""
 
-    arrays = KeyArray  #: the class of arrays of these keys
-
     @property
     def tag(self) -> str:  # type: ignore[override]
         return self[-1]()  # type: ignore
@@ -195,13 +193,9 @@ class _Kind(prng.PRNGImpl):
 
     @property
     def key_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        # `jnp.ones_like` asks for it in `KeyTyRules.full`, and nothing else of ours; the
-        # constructor of arrays asks, too. Should these be renamed, ones are rows out of
-        # range, `jnp.stack(keys).mean(0)` has an error without advice, and tests fail.
+        # `jnp.ones_like` asks for it in `KeyTyRules.full`, and nothing else of ours. Should
+        # that be renamed, ones are rows out of range, and tests fail.
         frame = sys._getframe(1)
-        made = getattr(frame.f_back, "f_locals", {}).get("self")
-        if type(made) is KeyArray:  # the result of an operation
-            made.__class__ = self.arrays
         if frame.f_code.co_name == "full":
             number = frame.f_locals.get("fill_value", 0)
             if isinstance(number, jax.core.Tracer) or np.any(number):
@@ -232,7 +226,6 @@ def register_key_arrays(
         kind, lambda x: ((x._base_array,), x._impl), unflatten
     )
     pxla.shard_arg_handlers[kind] = pxla.shard_arg_handlers[KeyArray]
-    _Kind.arrays = kind
 
 
 def set_type_of(kind: type, type_of: Callable[[Any], Any]) -> None:

@@ -122,6 +122,22 @@ def test_what_changes_the_indices_is_refused(tx):
         tx.update(grads_of(0), tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("name", ["multi_steps", "freeze_rows"])
+def test_tree_map_params(name):
+    tx = {
+        "multi_steps": js.optim.multi_steps(ADAM, 2, grads_of(0)),
+        "freeze_rows": js.optim.freeze_rows(ADAM, {"table": np.arange(V) < 2, "w": None}),
+    }[name]
+    _, state = tx.update(grads_of(0), tx.init(PARAMS), PARAMS)
+    double = functools.partial(optax.tree_utils.tree_map_params, tx, lambda x: 2 * x)
+    doubled = double(state, is_leaf=js.is_slices)
+    for part in "mu", "acc_grads":
+        old, new = (optax.tree_utils.tree_get(x, part) for x in (state, doubled))
+        if old is not None:
+            old = js.tree.map(lambda x: 2 * x, old)
+            assert_close(js.tree.to_dense(new), js.tree.to_dense(old))
+
+
 def test_multi_steps_takes_dense_gradients_only():
     """It maps over its dense sums before it asks our optimizer."""
     tx = optax.MultiSteps(ADAM, 2)

@@ -168,21 +168,16 @@ def loss(params: Params, spans: jax.Array, noise: jax.Array) -> jax.Array:
     return -(told + NEGATIVES * jax.nn.log_sigmoid(-false).mean(axis=-1)).mean()
 
 
-def make_step(
-    value_and_grad: Callable[..., Any], tx: Any, apply_updates: Any, batch: int
-) -> Callable[..., Any]:
+def make_step(whole: Callable[..., Any], batch: int) -> Callable[..., Any]:
     """One training step, jitted, the tables and the optimizer state updated in place.
 
-    With jslices' functions the gradients are rows; with JAX's and Optax's they are whole
-    tables. Nothing else differs.
+    ``whole(params, state, spans, noise)`` is that step on a batch, as by ``js.train_step``.
     """
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: Any, data: Data, key: jax.Array) -> Any:
         drawn = draw(data, jax.random.fold_in(key, count_of(state)), batch)
-        value, grads = value_and_grad(loss)(params, *drawn)
-        updates, state = tx.update(grads, state, params)
-        return apply_updates(params, updates), state, value
+        return whole(params, state, *drawn)
 
     return step
 
@@ -193,10 +188,29 @@ def count_of(state: Any) -> jax.Array:
     return counts[0]
 
 
-def sparse_step(learning_rate: Any, batch: int) -> tuple[Any, Callable[..., Any]]:
+def sparse_step(
+    learning_rate: Any, batch: int, untouched: Any = "exact"
+) -> tuple[Any, Callable[..., Any]]:
     """``(optimizer, step)`` with row gradients."""
-    tx = js.adam(learning_rate)
-    return tx, make_step(js.value_and_grad, tx, js.apply_updates, batch)
+    tx = js.adam(learning_rate, untouched=untouched)
+    return tx, make_step(js.train_step(loss, tx), batch)
+
+
+def dense_step(learning_rate: Any, batch: int) -> tuple[Any, Callable[..., Any]]:
+    """``(optimizer, step)`` with gradients as large as tables, of Optax if there."""
+    try:
+        import optax
+    except ImportError:
+        tx = js.adam(learning_rate)
+        return tx, make_step(js.train_step(loss, tx, sparse=False), batch)
+    dense = optax.adam(learning_rate)
+
+    def whole(params: Params, state: Any, *drawn: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, *drawn)
+        updates, state = dense.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return dense, make_step(whole, batch)
 
 
 def nearest(

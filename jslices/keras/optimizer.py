@@ -39,8 +39,9 @@ for make in vars(optim).values():
 #: Options of Keras' optimizers that need a pass over the whole table, and the advice.
 REFUSED = {
     "weight_decay": "type jslices.adamw(learning_rate, weight_decay=...), or jslices.lion",
-    "use_ema": "an average of all weights reads the whole table at every step: leave it "
-    "out, or train with keras.optimizers.Adam(use_ema=True) and without row_gradients",
+    "use_ema": "an average of all weights reads the whole table at every step: pass, in "
+    "place of jslices.adam, a function of the rate that returns "
+    "jslices.optim.params_ema(jslices.adam(rate), decay)",
     "gradient_accumulation_steps": "rows cannot be added up in arrays as large as the "
     "table: leave it out, and take larger batches in fit(batch_size=...)",
 }

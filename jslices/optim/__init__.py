@@ -15,20 +15,14 @@ decay. ``untouched="lazy"`` leaves them alone, as TensorFlow's ``LazyAdam`` and 
 that does not depend on V: a row remembers its last step, and catches up before it is
 read::
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, ids, labels):
-        params, state = tx.catch_up(params, state, {"table": ids, "w": None})
-        value, grads = js.value_and_grad(loss)(params, ids, labels)
-        updates, state = tx.update(grads, state, params)
-        return js.apply_updates(params, updates), state, value
-
+    step = jax.jit(js.train_step(loss, tx), donate_argnums=(0, 1))
+    params, state, value = step(params, state, ids, labels)
     params, state = tx.flush(params, state)  # before saving or evaluating
 
-``js.train_step(loss, tx)`` is this step, of lazy optimizers too; it reads
-the ids from the program.
-
-``ids`` must hold every row that gets a gradient in this step. An update of a row that has
-not caught up raises a ValueError that names the row, and under ``jit`` makes its parameters
+``js.train_step`` serves lazy optimizers too. By hand, ``params, state =
+tx.catch_up(params, state, ids)`` comes before the gradient: ``ids`` mirror ``params``, and
+hold every row that gets a gradient in this step. An update of a row that has not caught up
+raises a ValueError that names the row, and under ``jit`` makes its parameters
 NaN, so that the loss shows it; a process that traces such steps and never catches up is
 warned. Hyperparameters other than the learning rate must be numbers known while tracing;
 where the learning rate is a number that changes (by ``optax.inject_hyperparams``, say),
@@ -87,6 +81,7 @@ from jslices.optim.transforms.freeze import freeze_rows as freeze_rows
 from jslices.optim.transforms.from_optax import from_optax as from_optax
 from jslices.optim.transforms.multi_steps import MultiStepsState as MultiStepsState
 from jslices.optim.transforms.multi_steps import multi_steps as multi_steps
+from jslices.optim.transforms.params_ema import params_ema as params_ema
 from jslices.optim.transforms.partition import MaskedNode as MaskedNode
 from jslices.optim.transforms.partition import MaskedState as MaskedState
 from jslices.optim.transforms.partition import PartitionState as PartitionState

@@ -105,7 +105,7 @@ def proximal_adagrad(
                 longer = shrink * (jnp.abs(p) + l1 / l2)
             return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), accum
 
-        missed = MissedSteps(advance, learning_rate)
+        missed = MissedSteps(advance, learning_rate, run=True)
     state = {"accum": rule.full(initial_accumulator_value)}
     return transformation(
         ProximalAdagradState, Rule(state, update, reads_params=True, missed=missed)

@@ -54,7 +54,7 @@ _ADVICE = {
     "placeholder_with_default": "an argument of the function, with a default",
     "Coordinator MonitoredTrainingSession estimator": "a Python loop around the step; "
     "jslices.Saver saves in it",
-    "ExponentialMovingAverage": "optax.incremental_update(params, average, 1 - decay)",
+    "ExponentialMovingAverage": "jslices.optim.params_ema(optimizer, decay)",
     "SyncReplicasOptimizer": "jslices.accumulators, or jit on a mesh of devices",
     "add_n": "sum(inputs)",
     "app flags logging": "the module of this name in absl, from the package absl-py",

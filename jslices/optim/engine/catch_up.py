@@ -5,6 +5,7 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 (``flush``).
 """
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from jslices._rows.sums import number_by_runs
 from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.missed import MissedSteps
-from jslices.optim.engine.rule import Kernel, Rule, next_count, per_row, row_like
+from jslices.optim.engine.rule import Kernel, Rule, decayed, next_count, per_row, row_like
 from jslices.optim.engine.step import Plan, execute, read_rows, step_rows
 
 #: Elements of a table that ``flush`` brings up to date at a time.
@@ -45,7 +46,7 @@ class Clock(NamedTuple):
 
     last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
     snapshot: Any  #: like params, some of floats ``[V]``: see :class:`MissedSteps`.
-    run: jax.Array  #: ``[2]``: how far a schedule has run.
+    run: jax.Array  #: ``[2]``: how far a schedule has run; with an average its pull too.
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
 
 
@@ -54,9 +55,11 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
     leaves, tree = flatten(params)
     widest = jnp.result_type(np.float32, *map(_float_like, leaves))
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), widest)
+    if rules and _missed(rules[0]).average is not None:
+        run = jnp.append(run, 1)
     last = [row_like(p, 0, jnp.int32) for p in leaves]
     snapshot = [
-        tuple(row_like(p, x, _float_like(p)) for x in _missed(rule).snapshot(start, run))
+        tuple(row_like(p, x, _float_like(p)) for x in _missed(rule).snapshots(start, run))
         for rule, p in zip(rules, leaves, strict=True)
     ]
     noise = _missed(rules[0]).noise if rules else None
@@ -136,7 +139,7 @@ def with_clock(
     one.
     """
     step, steps, (*_, run, key) = next_count(count), _missed(rule), clock
-    snapshot = steps.snapshot(step, run)
+    snapshot, average = steps.snapshots(step, run), steps.average
 
     def timed(
         shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array
@@ -147,17 +150,22 @@ def with_clock(
             rest = (*rest[: len(rest) - len(later)], *later)
             p = (p + before).astype(p.dtype)
         names, arrays, last, old = _clock_apart(rest, len(snapshot), key)
+        if average is not None:
+            *arrays, mean = arrays
         update, *new = kernel(g, p, *arrays)
         if key is not None:
             variance = steps.pace(step[None], run.dtype)[0]
             update += _noise(steps, key, names, count, step, variance, update)
-        if before is not None:
-            update = (before + update).astype(update.dtype)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         stays = never_moves(last)
         wrong = jnp.where(per_row(stays, update), -0.0, jnp.nan)
         moves = (last_done(last) == count) & ~stays
         update = access.where_rows(moves, update, wrong.astype(update.dtype))
+        if average is not None:  # to where held rows are
+            now = p + access.where_rows(last >= 0, update, jnp.zeros((), update.dtype))
+            new.append(decayed(mean, now, average).astype(mean.dtype))
+        if before is not None:
+            update = (before + update).astype(update.dtype)
         return update, *new, *_now(step, snapshot, last, old)
 
     return Partial(timed, () if missed is None else missed.args[0])
@@ -333,8 +341,9 @@ def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
     Of frozen rows they change the state alone.
     """
     steps, (*_, run, key) = _missed(rule), clock
-    tables = steps.table(count, run), steps.after_each(run.dtype)
-    now = steps.snapshot(count, run)
+    each = [steps] if steps.average is None else [steps, steps.faded]
+    tables = [(x.table(count, run), x.after_each(run.dtype)) for x in each]
+    now, width = steps.snapshots(count, run), len(steps.snapshot(count, run))
 
     # A step of rows calls it in several places: it is traced once for each shape.
     @functools.partial(jax.jit, inline=True)
@@ -343,20 +352,34 @@ def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
     ) -> tuple[jax.Array, ...]:
         count, run, tables, now, key = shared
         names, arrays, last, snapshot = _clock_apart(rest, len(now), key)
+        if steps.average is not None:
+            *arrays, mean = arrays
         done = last_done(last)
         late = done < count
         column = per_row(late, p)
-        missed = steps.missed(count, run, tables, done, snapshot)
-        numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
-        missed = numbers._replace(steps=missed.steps)
-        missed = jax.tree.map(
-            lambda x: x.reshape(*x.shape[: x.ndim - last.ndim], *column.shape), missed
-        )
-        move, *new = steps.advance(missed, p, *arrays)
-        if key is not None:
-            move += _noise(steps, key, names, done, count, missed.run, p)
-        # A row that missed nothing stays as it is, to the bit.
-        move = access.where_rows(late & (done == last), move, jnp.array(-0.0, move.dtype))
+        moves = late & (done == last)
+
+        def advanced(number: int, p: jax.Array, kept: Sequence[jax.Array]) -> Any:
+            missed = each[number].missed(count, run, tables[number], done, kept)
+            numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
+            missed = numbers._replace(steps=missed.steps)
+            missed = jax.tree.map(
+                lambda x: x.reshape(*x.shape[: x.ndim - last.ndim], *column.shape), missed
+            )
+            move, *new = steps.advance(missed, p, *arrays)
+            if key is not None:
+                move += _noise(steps, key, names, done, count, missed.run, p)
+            # A row that missed nothing stays as it is, to the bit.
+            move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
+            return missed.decay, move, new
+
+        _, move, new = advanced(0, p, snapshot[:width])
+        if steps.average is not None:
+            fade, share, _ = advanced(1, jnp.zeros_like(p), snapshot[width:])
+            pulls = (snapshot[width - 1], run[2]) if steps.keeps_run else (1.0, 1.0)
+            was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
+            rest = (1 + fade) * (mean - was * p) - steps.average * share
+            new, arrays = [*new, rest + pull * (p + move)], [*arrays, mean]
         moved = [
             access.where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, arrays, strict=True)
@@ -380,6 +403,33 @@ def _clock_apart(
     before, start = len(arrays) - width, int(key is not None)
     state = arrays[start : before - 1]
     return arrays[0], state, arrays[before - 1], arrays[before:]
+
+
+def averaging(rule: Rule, decay: float) -> Rule:
+    """The rule that keeps an average of the parameters too, ``ema``: its last array."""
+    missed = rule.missed or MissedSteps(lambda _, p, *state: (0 * p, *state), 0.0)
+    momentum = max((float(x.ratio) for x in missed.series), default=0.0)
+    if missed.run or rule.update_slices is not None or momentum > decay:
+        raise ValueError(
+            "params_ema has no closed form of what rows average in steps that they miss, "
+            'for adafactor, lion and proximal_adagrad with untouched="exact", and '
+            "averages that fade faster than momentum does, got "
+            f"decay={decay:g} and momentum that fades by {momentum:.4f}"
+        )
+    left, rates = 1.0, (missed.learning_rate, missed.weight_decay)
+    if missed.decays and not any(isinstance(x, jax.core.Tracer) for x in rates):
+        with jax.ensure_compile_time_eval():
+            steps = jnp.unique(jnp.geomspace(1, 1e5, 400).astype(jnp.int32))
+            left = float(jnp.exp(jnp.min(missed.pace(steps, np.dtype("f4")))))
+    if not left >= decay - 1e-6:  # nor NaN, where nothing would be left
+        raise ValueError(
+            f"params_ema wants rows that decay no faster than the average, in each of the "
+            f"first 100,000 steps, got weight decay that leaves {left:g} of a row, and "
+            f"decay={decay:g}; wanted learning_rate * weight_decay up to {1 - decay:g}"
+        )
+    mean = lambda p: jnp.array(p, jnp.promote_types(p.dtype, "float32"), copy=True)  # noqa: E731
+    missed, state = dataclasses.replace(missed, average=decay), {**rule.state, "ema": mean}
+    return dataclasses.replace(rule, state=state, missed=missed, linear=False)
 
 
 def _now(

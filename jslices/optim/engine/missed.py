@@ -79,7 +79,11 @@ class MissedSteps:
       learning_rate: a number or a schedule.
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
-      run: whether :attr:`Missed.run` is needed though there is no weight decay.
+      run: whether the movement is no sum of series: by :attr:`Missed.run`, say, which is
+        kept then though there is no weight decay.
+      average: the decay ``d`` of an average of the row, its last state array. Weight decay
+        leaves ``average - pull * row`` alone, which fades by ``d`` a step: the pull is 1
+        before the first step, then ``1 - d + d * pull / (1 - lr * weight_decay)``.
       by_two_steps: whether the sums are those of :func:`step_moments`, and rows get
         :func:`two_steps` of them: made of the small tables, it is not made for each row.
       noise: of steps that add normal noise to all rows, its deviation for a learning rate
@@ -94,6 +98,7 @@ class MissedSteps:
     run: bool = False
     by_two_steps: bool = False
     noise: tuple[float, jax.Array] | None = None
+    average: float | None = None
 
     @property
     def decays(self) -> bool:
@@ -112,6 +117,7 @@ class MissedSteps:
     def keeps_run(self) -> bool:
         """Whether how far the schedule has run must be kept with each row."""
         scheduled = callable(self.learning_rate) or callable(self.weight_decay)
+        scheduled |= self.average is not None
         return scheduled and (self.run or self.decays)
 
     def keeps_series(self, dtype: np.dtype) -> bool:
@@ -136,18 +142,32 @@ class MissedSteps:
         more = self.pace(step[None], run.dtype)[0] + low
         total = high + more
         kept = total - high
-        return jnp.stack([total, (high - (total - kept)) + (more - kept)])
+        new = [total, (high - (total - kept)) + (more - kept)]
+        if self.average is not None:
+            new.append(1 - self.average + self.average * run[2] * jnp.exp(high - total))
+        return jnp.stack(new)
 
     @_compiled_method
     def snapshot(self, count: jax.Array, run: jax.Array) -> Arrays:
         """The numbers kept with a row that has done ``count`` steps."""
-        kept = tuple(self._tails(count, run.dtype)) if self.keeps_series(run.dtype) else ()
-        return (*kept, run[0], run[1]) if self.keeps_run else kept
+        kept = tuple(self._tails(count, run)) if self.keeps_series(run.dtype) else ()
+        return (*kept, *run) if self.keeps_run else kept
+
+    @functools.cached_property
+    def faded(self) -> "_Faded":
+        """What the same steps do to the average."""
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        return _Faded(**fields, own=self)
+
+    def snapshots(self, count: jax.Array, run: jax.Array) -> Arrays:
+        """:meth:`snapshot`, and that of :attr:`faded` for an average."""
+        kept = self.snapshot(count, run)
+        return kept if self.average is None else kept + self.faded.snapshot(count, run)
 
     @_compiled_method
     def table(self, count: jax.Array, run: jax.Array) -> jax.Array:
         """For each series its sums over the last 0, 1, ... steps: ``[series, steps]``."""
-        return self._head_sums(count, run.dtype) if self.series else jnp.zeros((0, 1))
+        return self._head_sums(count, run) if self.series else jnp.zeros((0, 1))
 
     def missed(
         self,
@@ -165,7 +185,8 @@ class MissedSteps:
         table, after_each = tables
         steps = count - last
         if self.keeps_run:
-            since = (run[0] - snapshot[-2]) + (run[1] - snapshot[-1])
+            high, low, *_ = snapshot[len(snapshot) - len(run) :]
+            since = (run[0] - high) + (run[1] - low)
         else:
             since = steps * self.pace(jnp.ones((1,), jnp.int32), run.dtype)[0]
         decay = jnp.expm1(since) if self.decays else jnp.zeros_like(since)
@@ -213,13 +234,23 @@ class MissedSteps:
         ratios = jnp.asarray([[x.ratio] for x in self.series], dtype)
         return _powers(ratios, exponents[None], dtype)
 
-    def _tails(self, count: jax.Array, dtype: np.dtype) -> jax.Array:
+    def _left(self, steps: jax.Array, run: jax.Array) -> jax.Array:
+        """What decay left of what moved in each of ``steps``, from the last one back."""
+        paces = self.pace(steps, run.dtype)
+        return jnp.exp(jnp.cumsum(paces) - paces)
+
+    def _ahead(self, steps: jax.Array, run: jax.Array) -> jax.Array:
+        """As many times as much has to move in each of the next ``steps``."""
+        return jnp.exp(-jnp.cumsum(self.pace(steps, run.dtype)))
+
+    def _tails(self, count: jax.Array, run: jax.Array) -> jax.Array:
         """``[series]``: what is still to come after ``count`` steps."""
+        dtype = run.dtype
         ahead = jnp.arange(1, self._window(dtype) + 1, dtype=jnp.int32)
         steps = count + ahead
         terms = self._terms(jnp, steps, dtype) * self._powers(ahead, dtype)
         if self.decays:
-            terms = terms * jnp.exp(-jnp.cumsum(self.pace(steps, dtype)))[None]
+            terms = terms * self._ahead(steps, run)[None]
         return self._summed_up(jnp, jnp.sum(terms, axis=1), dtype)
 
     def _window(self, dtype: np.dtype) -> int:
@@ -262,17 +293,54 @@ class MissedSteps:
             factors, ahead = factors * factors, 2 * ahead
         return self._summed_up(xp, sums, dtype)
 
-    def _head_sums(self, count: jax.Array, dtype: np.dtype) -> jax.Array:
+    def _head_sums(self, count: jax.Array, run: jax.Array) -> jax.Array:
         """``[series, steps]``, by one cumulative sum."""
+        dtype = run.dtype
         back = jnp.arange(self._window(dtype), dtype=jnp.int32)
         steps = jnp.maximum(count - back, 1)
         left = (back < count).astype(dtype)
         if self.decays:
-            paces = self.pace(steps, dtype)
-            left = left * jnp.exp(jnp.cumsum(paces) - paces)
+            left = left * self._left(steps, run)
         terms = self._terms(jnp, steps, dtype) * self._powers(-back, dtype)
         sums = jnp.cumsum(terms * left[None], axis=1) * self._powers(back + 1, dtype)
         return self._summed_up(jnp, jnp.pad(sums, ((0, 0), (1, 0))), dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Faded(MissedSteps):
+    """The same steps for ``average - pull * row``, which fades by ``d`` a step.
+
+    A step that moves the row by ``u`` adds ``(1 - d - pull) * u`` to it. The sums are of
+    ``(pull - (1 - d)) / d * u``, which is ``u`` without weight decay.
+    """
+
+    own: Any = None
+    decays, keeps_run = True, False  # type: ignore[assignment]
+
+    @property
+    def _is_factor(self) -> bool:
+        return self.own._is_factor  # type: ignore[no-any-return]
+
+    def keeps_series(self, dtype: np.dtype) -> bool:
+        return bool(self.series) and (self.own.decays or super().keeps_series(dtype))
+
+    def pace(self, steps: Steps, dtype: np.dtype) -> Any:
+        return _at_each(math.log(self.average), steps, dtype)  # type: ignore[arg-type]
+
+    def _left(self, steps: jax.Array, run: jax.Array) -> jax.Array:
+        fade, d = super()._left(steps, run), self.own.average
+        if not self.own.decays:
+            return fade
+        own = self.own._left(steps, run)
+        return own * (run[2] - (1 - d) * jnp.cumsum(fade / own)) / d
+
+    def _ahead(self, steps: jax.Array, run: jax.Array) -> jax.Array:
+        fade, d = super()._ahead(steps, run), self.own.average
+        if not self.own.decays:
+            return fade
+        own = self.own._ahead(steps, run)
+        pulls = (1 - d) * fade / own
+        return own * (run[2] + jnp.cumsum(pulls) - pulls) / d
 
 
 def momentum_series(b1: Scalar, nesterov: bool = False, corrected: bool = True) -> Series:

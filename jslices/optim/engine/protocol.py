@@ -76,6 +76,7 @@ class GradientTransformation:
       check: ``check(grads, state, peeked)``, which raises before a step, where values are
         there to tell, what a program cannot.
       of_rows: see :meth:`of_rows`; None for what does not go by row numbers.
+      averaged: see :func:`jslices.optim.params_ema`; None for all but optimizers.
 
     Example:
       >>> import jslices as js
@@ -101,11 +102,12 @@ class GradientTransformation:
         peek: Callable[[Params, State, PyTree], PyTree] | None = None,
         check: Callable[..., None] | None = None,
         of_rows: Callable[[StateOfRows], "GradientTransformation"] | None = None,
+        averaged: Callable[[float], "GradientTransformation"] | None = None,
     ) -> None:
         parts = {"init": init, "update": update, "catch_up": catch_up, "flush": flush}
         parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
-        self._parts: dict[str, Any] = {**parts, "of_rows": of_rows}
-        self.init, self._plan = takes_tables()(init), plan
+        self._parts: dict[str, Any] = {**parts, "of_rows": of_rows, "averaged": averaged}
+        self.init, self._plan, self.averaged = takes_tables()(init), plan, averaged
         names = ("update", "apply", "catch_up", "flush", "peek")
         self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
         self._step = step or in_two(self.update)
@@ -127,8 +129,9 @@ class GradientTransformation:
 
     def replace(self, **parts: PyTree) -> "GradientTransformation":
         """The same with other parts, by the names of the arguments."""
-        of_rows = None if "update" in parts else self._parts["of_rows"]
-        return GradientTransformation(**{**self._parts, "of_rows": of_rows, **parts})
+        other_step = {"update", "apply"} & parts.keys()
+        lost = ["of_rows", "averaged"] if other_step else ["averaged"] * ("init" in parts)
+        return GradientTransformation(**{**self._parts, **dict.fromkeys(lost), **parts})
 
     def of_rows(self, rows: StateOfRows) -> "GradientTransformation":
         """That of an array of these rows, if it goes by row numbers, or else itself."""
@@ -175,7 +178,8 @@ class GradientTransformation:
         names = ("update", "apply", "catch_up", "flush", "peek")
         steps = {name: self._parts[name] for name in names if self._parts[name]}
         steps = {name: boundary.one_program(x) for name, x in steps.items()}
-        return self.replace(of_rows=self._parts["of_rows"], **steps)
+        own = {name: self._parts[name] for name in ("of_rows", "averaged")}
+        return self.replace(**own, **steps)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:
         return iter((self.init, self.update))

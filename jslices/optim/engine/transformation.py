@@ -1,5 +1,6 @@
 """Optimizers of trees of arrays, made from a rule."""
 
+import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,12 +56,27 @@ def transformation(
     """
     mask = mask if is_function(mask) else unboxed(mask)
     run = _RuleOnTrees(state_type, rule, rule if other is None else other, mask)
-    tx = GradientTransformation(run.init, run.update, apply=run.apply, plan=run.plan)
+    tx = GradientTransformation(
+        run.init, run.update, apply=run.apply, plan=run.plan, averaged=run.averaged
+    )
     if rule.missed is None:
         return tx
     return tx.replace(
         catch_up=run.catch_up, flush=run.flush, peek=run.peek, check=run.check
     )
+
+
+@functools.cache
+def _averaging(state_type: Any) -> Any:
+    """The state of an optimizer that keeps an average as well: the same class each time."""
+    names = dict.fromkeys((*state_type._fields, "clock", "ema"))
+    kind: Any = collections.namedtuple(state_type.__name__, names, defaults=names.values())
+    kind.__reduce__ = lambda state: (_unpickled, (state_type, *state))
+    return kind
+
+
+def _unpickled(state_type: Any, *parts: PyTree) -> Any:
+    return _averaging(state_type)(*parts)
 
 
 def _shardings_of_step(
@@ -86,6 +102,12 @@ class _RuleOnTrees:
         self.is_noisy = rule.missed is not None and rule.missed.noise is not None
         #: Whether rows have caught up, or a warning said that none has.
         self.has_caught_up = False
+
+    def averaged(self, decay: float) -> GradientTransformation:
+        """The optimizer that keeps an average of its parameters, ``ema`` in its state."""
+        own, other = (exact.averaging(x, decay) for x in (self.rule, self.other))
+        kind = _averaging(self.state_type)  # type: ignore[arg-type]
+        return transformation(kind, own, other=other, mask=self.mask)
 
     @usual_promotion
     def init(self, params: Params) -> State:
@@ -149,7 +171,7 @@ class _RuleOnTrees:
         protocol.refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         protocol.refuse_alone("tx.update", grads, params)
         is_peeked = self._peeked(peeked, grads)
-        reads_params = self.rule.reads_params or any(is_peeked)
+        reads_params = self.rule.reads_params or any(is_peeked) or "ema" in self.names
         reads_params |= adds and grads is not None
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(

@@ -107,6 +107,8 @@ def map_with_prefix(
     Where the value is None the leaf stays; so do None and the nodes of ``partition``.
     """
     leaves, structure = flatten(tree, is_leaf=is_leaf_or_masked)
+    if not leaves:  # of no parameters, as in optax.tree_map_params
+        return tree
     columns = [values_of_prefix(argument, prefix, tree)]
     columns += map(structure.flatten_up_to, rest)
     return structure.unflatten(

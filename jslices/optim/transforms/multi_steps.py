@@ -155,6 +155,8 @@ class _Buffers:
 
     def empty(self, params: Params) -> PyTree:
         """The buffers before the first gradient."""
+        if not jax.tree.leaves(params):  # as in optax.tree_map_params
+            return params
         arrays = self.structure.flatten_up_to(params)
         pairs = zip(self.examples, arrays, strict=True)
         return self.structure.unflatten([_buffer(x, p, self.k) for x, p in pairs])

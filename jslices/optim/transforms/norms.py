@@ -79,33 +79,10 @@ def all_finite(tree: PyTree) -> jax.Array:
     Cost: a sort of K integers and one pass over ``K * D`` elements per IndexedSlices.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jslices as js
+      >>> import jax.numpy as jnp, jslices as js
       >>> rows = jnp.full((2, 1), 60_000, jnp.float16)
       >>> js.all_finite(js.IndexedSlices(rows, jnp.array([3, 3]), (9, 1)))
       Array(False, dtype=bool)
-
-      Dynamic loss scaling skips a step, parameters and state untouched, with ``lax.cond``
-      (a ``jnp.where`` over the parameters would copy whole tables):
-
-      >>> tx, table = js.adagrad(0.1), jnp.ones((4, 1), jnp.float16)
-      >>> def loss(table, ids, scale):
-      ...     return (table[ids] ** 2).sum().astype(jnp.float32) * scale
-      >>> take = lambda params, state, grads: tx.apply(grads, state, params)
-      >>> skip = lambda params, state, grads: (params, state)
-      >>> @jax.jit
-      ... def step(params, state, scale, ids):
-      ...     grads = js.grad(loss)(params, ids, scale)
-      ...     finite = js.all_finite(grads)
-      ...     grads = jax.tree.map(lambda g: g / scale, grads, is_leaf=js.is_slices)
-      ...     params, state = jax.lax.cond(finite, take, skip, params, state, grads)
-      ...     return params, state, jnp.where(finite, scale * 2, scale / 2)
-      >>> ids = jnp.array([1, 1])
-      >>> table, state, scale = step(table, tx.init(table), jnp.float32(2**15), ids)
-      >>> table.ravel(), scale
-      (Array([1., 1., 1., 1.], dtype=float16), Array(16384., dtype=float32))
-      >>> table, state, scale = step(table, state, scale / 2, ids)
-      >>> table.ravel().round(1), scale
-      (Array([1. , 0.9, 1. , 1. ], dtype=float16), Array(16384., dtype=float32))
 
     Source: PyTorch's ``GradScaler``, which coalesces float16 gradients for the same
     reason; TensorFlow's ``LossScaleOptimizer`` looks at the values as they are.
