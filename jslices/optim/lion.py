@@ -75,7 +75,7 @@ def lion(
     optimizer stops when the mean underflows, after some 8,000 steps without gradient.
     """
     exact = untouched == "exact"
-    everywhere = rule.decays_missed_steps(weight_decay_mode, exact)
+    everywhere = weight_decay_mode == "all" or (exact and weight_decay_mode is None)
     if (exact or everywhere) and callable(weight_decay):
         raise ValueError(
             'lion with rows that catch up (untouched="exact", or weight_decay_mode="all") '

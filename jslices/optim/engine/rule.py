@@ -152,11 +152,6 @@ def with_decay(
     return direction + rate * p
 
 
-def decays_missed_steps(mode: str | None, exact: bool) -> bool:
-    """Whether rows decay in the steps that they miss; by default those of ``exact`` do."""
-    return exact if mode is None else mode == "all"
-
-
 def check_decay(name: str, learning_rate: Any, weight_decay: Any) -> None:
     """Refuses a decay of missed steps that would take all of a row, or more."""
     numbers = [x for x in (learning_rate, weight_decay) if isinstance(x, int | float)]
