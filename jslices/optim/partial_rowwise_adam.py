@@ -44,10 +44,7 @@ def partial_rowwise_adam(
     and nor is its state. Exact: its means decay and it moves on when it catches up, as the
     same optimizer on dense gradients moves it.
 
-    Arguments that are not listed are those of :func:`jslices.adam`.
-
-    Args:
-      untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
+    Arguments are those of :func:`jslices.adam`.
 
     Returns:
       A :class:`GradientTransformation`. State per row: D + 1 numbers; 20 bytes more if
