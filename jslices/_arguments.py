@@ -58,24 +58,16 @@ def shown(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A real number, or an array ``[]`` of one; traced ones pass with any value.
-
-    Attributes:
-      at_least, above, at_most, below: bounds; the first and third are allowed values.
-      integer: whether it must be an int.
-      infinite: whether infinity is a value.
-      schedule: whether it may also be a function of the step.
-      if_negative: what to type instead of a negative value.
-    """
+    """A real number, or an array ``[]`` of one; traced ones pass with any value."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    integer: bool = False
-    infinite: bool = False
-    schedule: bool = False
-    if_negative: str = ""
+    integer: bool = False  #: whether it must be an int.
+    infinite: bool = False  #: whether infinity is a value.
+    schedule: bool = False  #: whether it may also be a function of the step.
+    if_negative: str = ""  #: what to type instead of a negative value.
 
     def check(self, call: str, argument: str, value: object) -> None:
         if self.schedule and callable(value) and not isinstance(value, type):
@@ -125,13 +117,9 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """True or False.
+    """True or False."""
 
-    Attributes:
-      means: what they choose between.
-    """
-
-    means: str = ""
+    means: str = ""  #: what they choose between.
 
     def check(self, call: str, argument: str, value: object) -> None:
         if not isinstance(value, bool | np.bool_):
@@ -201,13 +189,9 @@ def is_real(dtype: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class StateDtype:
-    """A dtype for numbers that are added up: floating, of 16 bits or more.
+    """A dtype for numbers that are added up: floating, of 16 bits or more."""
 
-    Attributes:
-      complex: whether it may be complex as well.
-    """
-
-    complex: bool = True
+    complex: bool = True  #: whether it may be complex as well.
 
     def check(self, call: str, argument: str, value: Any) -> None:
         kind = jnp.inexact if self.complex else jnp.floating

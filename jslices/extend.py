@@ -76,37 +76,3 @@ from jslices.optim.engine.protocol import StateOfRows as StateOfRows
 
 # Optimizers of Optax where those of jslices are expected.
 from jslices.optim.transforms.base import as_transformation as as_transformation
-
-__all__ = [
-    "Number",
-    "OneOf",
-    "Params",
-    "PyTree",
-    "State",
-    "StateOfRows",
-    "as_bags",
-    "as_ids",
-    "as_transformation",
-    "called_by_any_jax_operator",
-    "canonical_indices",
-    "check_mode",
-    "check_slices",
-    "empty_index",
-    "hint_once",
-    "human_bytes",
-    "index_dtype",
-    "install_command",
-    "is_staged",
-    "key_bits",
-    "last_done",
-    "like_first",
-    "on_any_mesh",
-    "opened",
-    "refuse_bad_ids",
-    "round_rows",
-    "rows_at",
-    "settle",
-    "sort_ids",
-    "sum_dtype",
-    "trace_of",
-]

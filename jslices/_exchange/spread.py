@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._errors import InvalidArgumentError
+from jslices._arguments import Number
 from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import index_dtype
 from jslices._rows.ids import as_ids
@@ -58,12 +58,9 @@ def spread_ids(
     Source: TensorFlow's ``partition_strategy="mod"``, which depends on the number of parts;
     here there are ``shards`` of them, in the order of van der Corput's sequence.
     """
+    Number(at_least=0, integer=True).check("spread_ids", "num_rows", num_rows)
+    Number(at_least=1, integer=True).check("spread_ids", "shards", shards)
     num_rows, shards = operator.index(num_rows), operator.index(shards)
-    if num_rows < 0 or shards < 1:
-        raise InvalidArgumentError(
-            f"spread_ids(num_rows={num_rows}, shards={shards}): it wants at least 0 rows "
-            "and 1 shard"
-        )
     numbers = as_ids(ids, "spread_ids")
     dtype = index_dtype(num_rows, np.dtype(numbers.dtype))
     find = _ids if inverse else _rows

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import OneOf
 from jslices._lookup.columns import Matrix, bags_of, columns_of, is_of_kind
-from jslices._lookup.embedding import Tables, as_tables, check_strategy, read_rows
+from jslices._lookup.embedding import STRATEGY, Tables, as_tables, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
 from jslices._rows.ids import as_ids, check_mode
@@ -182,7 +182,7 @@ def _look_up_bags(
     combiner = "mean" if combiner is None else combiner
     COMBINER.check(caller, "combiner", combiner)
     check_mode(mode, caller)
-    check_strategy(strategy, caller)
+    STRATEGY.check(caller, "partition_strategy", strategy)
     params, sp_ids, sp_weights, mask = arrays
     shape = None
     if sp_ids is None:
@@ -482,7 +482,10 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
         return add_rows(jnp.zeros((count, *x.shape[1:]), x.dtype), segments, x)
 
     if combiner == "max":
-        return _largest(wide, segments, count).astype(dtype)
+        lowest = jnp.full((count, *wide.shape[1:]), -jnp.inf, wide.dtype)
+        largest = lowest.at[segments].max(wide, mode="drop", wrap_negative_indices=False)
+        filled = jnp.zeros(count, bool).at[segments].set(True, mode="drop")
+        return jnp.where(per_row(filled, largest), largest, 0).astype(dtype)
     summed = total(wide)
     if combiner != "sum":
         divisor = total(weights if combiner == "mean" else weights**2)
@@ -493,13 +496,6 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
         quotient = summed / per_row(divisor, summed)
         summed = jnp.where(per_row(usable, summed), quotient, 0)
     return summed.astype(dtype)
-
-
-def _largest(rows: jax.Array, segments: jax.Array, count: int) -> jax.Array:
-    lowest = jnp.full((count, *rows.shape[1:]), -jnp.inf, rows.dtype)
-    largest = lowest.at[segments].max(rows, mode="drop", wrap_negative_indices=False)
-    filled = jnp.zeros(count, bool).at[segments].set(True, mode="drop")
-    return jnp.where(per_row(filled, largest), largest, 0)
 
 
 def _row_number(default_id: int, num_rows: int, caller: str) -> int:

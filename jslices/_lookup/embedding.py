@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._arguments import OneOf
+from jslices._arguments import Number, OneOf
 from jslices._densify import current_user_line
 from jslices._lookup.mark import mark_table
 from jslices._place.boundary import looked_up, on_any_mesh
@@ -28,6 +28,7 @@ from jslices._slices.tables import is_table
 Tables = jax.Array | Sequence[jax.Array]
 
 STRATEGY = OneOf("mod", "div")
+NORM = Number(at_least=0, infinite=True)
 
 
 def embedding_lookup(
@@ -95,7 +96,7 @@ def embedding_lookup(
     """
     caller = "embedding_lookup"
     check_mode(mode, caller)
-    check_strategy(partition_strategy, caller)
+    STRATEGY.check(caller, "partition_strategy", partition_strategy)
     tables, numbers = as_tables(params, caller), as_ids(ids, caller)
     keep = None if padding_id is None else ~_equal(ids, numbers, padding_id)
     return read_rows(
@@ -219,12 +220,7 @@ def _clip_rows(
     """``rows`` ``[*B, *D]``, each scaled down to an L2 norm of at most ``max_norm``."""
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         raise TypeError(f"{caller}(max_norm=...) wants a floating table, got {rows.dtype}")
-    if isinstance(max_norm, str) or np.ndim(max_norm):
-        raise TypeError(f"{caller}(max_norm={max_norm!r}): it must be one number")
-    if not isinstance(max_norm, jax.core.Tracer) and not np.asarray(max_norm) >= 0:
-        raise ValueError(
-            f"{caller}(max_norm={max_norm}): a norm must not be negative or NaN"
-        )
+    NORM.check(caller, "max_norm", max_norm)
     axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
     squares = jnp.sum(jnp.abs(wide) ** 2, axes, keepdims=True)
@@ -251,10 +247,6 @@ def as_tables(params: Tables, caller: str) -> list[jax.Array]:
         shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tables)
         raise ValueError(f"{caller} wants shards of one row shape and dtype, got {shapes}")
     return tables
-
-
-def check_strategy(strategy: str, caller: str) -> None:
-    STRATEGY.check(caller, "partition_strategy", strategy)
 
 
 def _num_ids(heights: Sequence[int], strategy: str, caller: str, mode: str) -> int:

@@ -14,7 +14,6 @@ from jslices._place.boundary import by_first_axis, on_any_mesh
 from jslices._rows.access import INT32_MAX
 from jslices._rows.ids import as_ids
 from jslices._rows.sums import sort_ids, starts_of_runs
-from jslices._typing import PyTree
 
 #: ``(sampled [S], true_expected_count, sampled_expected_count [S])``.
 Samples = tuple[ArrayLike, ArrayLike, ArrayLike]
@@ -142,11 +141,7 @@ def nce_loss(
     return jnp.sum(losses + jnp.log1p(jnp.exp(-jnp.abs(logits))), -1)
 
 
-def _split_by_examples(tables: PyTree, examples: PyTree, *rest: PyTree) -> Any:
-    return by_first_axis(examples[1], tables, examples, *rest)
-
-
-@on_any_mesh(_split_by_examples)
+@on_any_mesh(lambda *args: by_first_axis(args[1][1], *args))
 def _sampled_logits(
     tables: tuple[Any, Any],
     examples: tuple[Any, Any],

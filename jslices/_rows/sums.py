@@ -38,9 +38,6 @@ Order = Literal["sorted", "packed", "any"]
 
 #: The hash map has so many places for each id: then 1e5 random ids need three rounds.
 PLACES_PER_ID = 4
-#: For so many ids, and up to so many rows of the table for each, the map has a place for
-#: every row: steps of 1e4 ids and rows of 16 take 0.8 to 0.9 of the time.
-MANY_IDS, ROWS_PER_ID = 4096, 16
 
 #: Entries of a run are summed within blocks of so many. At most so many make one block: its
 #: work is their square (on an H100, of 625 blocks of 64 numbers a fifth of Adam's step).
@@ -409,11 +406,6 @@ def first_entries(indices: jax.Array, num_rows: int) -> jax.Array:
     """
     count = indices.shape[0]
     here = jnp.arange(count, dtype=jnp.int32)
-    if count >= MANY_IDS and not access.is_below(ROWS_PER_ID * count, num_rows):
-        places = (
-            jnp.full((num_rows,), count, jnp.int32).at[indices].min(here, **access.DROP)
-        )
-        return access.take_rows(places, indices, fill_value=count)
     bits = (PLACES_PER_ID * count - 1).bit_length()
     searching, empty = count + 1, count
     key = indices.astype(jnp.int32)

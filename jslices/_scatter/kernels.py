@@ -25,7 +25,11 @@ def update(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     XLA leaves open which of several writes wins, so all but the last are dropped first.
     Cost: a sort of K integers, one scatter.
     """
-    return set_rows(ref, last_of_each(indices, height_of(ref, rows)), rows)
+    if indices.shape[0]:
+        ordered, positions = sort_ids(indices)
+        last = jnp.where(_is_last(ordered), ordered, height_of(ref, rows))
+        indices = jnp.zeros_like(indices).at[positions].set(last, unique_indices=True)
+    return set_rows(ref, indices, rows)
 
 
 def subtract(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -101,15 +105,6 @@ KERNELS: dict[str, Kernel] = {
 def _ones_or_rows(ref: jax.Array, unique: jax.Array, rows: jax.Array) -> jax.Array:
     """The rows of ``ref`` that ``unique`` names, ones for V; ``rows`` are like them."""
     return take_rows(ref, unique, fill_value=1, row_axes=1 + ref.ndim - rows.ndim)
-
-
-def last_of_each(indices: jax.Array, num_rows: int) -> jax.Array:
-    """``indices`` with V in place of every one that occurs again later."""
-    if indices.shape[0] == 0:
-        return indices
-    ordered, positions = sort_ids(indices)
-    survivors = jnp.where(_is_last(ordered), ordered, num_rows)
-    return jnp.zeros_like(indices).at[positions].set(survivors, unique_indices=True)
 
 
 def _is_last(ordered: jax.Array) -> jax.Array:

@@ -66,8 +66,7 @@ def scatter_add(
 ) -> jax.Array:
     """``ref`` with rows added: ``ref[indices[k]] += updates[k]``.
 
-    Duplicates accumulate. All else, shapes, modes and errors, is as in
-    :func:`scatter_update`.
+    Duplicates accumulate. Shapes, modes and errors are those of :func:`scatter_update`.
 
     Cost: one scatter of ``K * D`` elements. Differentiable in ``ref`` and ``updates``.
 
@@ -106,8 +105,7 @@ def scatter_mul(
 ) -> jax.Array:
     """``ref`` with rows multiplied: ``ref[indices[k]] *= updates[k]``.
 
-    Duplicates compound. All else, shapes, modes and errors, is as in
-    :func:`scatter_update`.
+    Duplicates compound. Shapes, modes and errors are those of :func:`scatter_update`.
 
     Cost: one scatter of ``K * D`` elements; the derivative sorts K integers as well.
     Differentiable in ``ref`` and ``updates``, also where a factor is zero.

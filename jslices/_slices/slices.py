@@ -599,10 +599,8 @@ def _summed(
 def _sums(
     slices: IndexedSlices, *, size: int | None, combine: str, order: Order
 ) -> tuple[jax.Array, jax.Array]:
-    values, indices, _ = sum_duplicates(
-        slices.values, slices.indices, slices.num_rows, size, combine, order
-    )
-    return values, indices
+    how = slices.num_rows, size, combine, order
+    return sum_duplicates(slices.values, slices.indices, *how)[:2]
 
 
 @on_any_mesh(everywhere)

@@ -1,14 +1,13 @@
 """Adafactor: a second moment in two factors, one number for each row and each column."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jslices._place.boundary import filled_like
 from jslices._slices import IndexedSlices
@@ -119,41 +118,44 @@ def adafactor(
     }
     if momentum is not None:
         starts["momentum"] = rule.zeros(dtype_momentum)
-    arithmetic = _Arithmetic(
-        axes_of,
-        learning_rate,
-        decay_rate,
-        decay_offset,
-        multiply_by_parameter_scale,
-        clipping_threshold,
-        momentum,
-        dtype_momentum,
-        weight_decay_rate,
-        eps,
-    )
-    without_decay = dataclasses.replace(arithmetic, weight_decay_rate=None)
+
+    def rule_of(decay: Scalar | Schedule | None) -> Rule:
+        def finished(step: Step, by_row: bool, u: Any, p: Any, *mean: Any) -> Arrays:
+            """The update of the direction ``u``, and the new momentum if there is one."""
+            if clipping_threshold is not None:
+                u = u / jnp.maximum(1.0, _size(u, by_row) / clipping_threshold)
+            if learning_rate is not None:
+                rate = rule.value_at(learning_rate, step.count)
+                constant = isinstance(learning_rate, int | float)
+                u = rate * u if constant else u * jnp.asarray(rate, u.dtype)
+            if multiply_by_parameter_scale:
+                u = u * jnp.maximum(_size(p, by_row), 1e-3)
+            if momentum is not None:
+                u = rule.decayed(mean[0], u, momentum)
+                mean = (u.astype(dtype_momentum),)
+            if decay is not None:
+                u = rule.with_decay(u, p, decay, step.count)
+            return (-1 * u, *mean)
+
+        return _Factors(axes_of, eps, decay_rate, decay_offset, finished).rule(starts)
+
     return transformation(
         AdafactorState,
-        arithmetic.rule(starts),
-        other=without_decay.rule(starts),
+        rule_of(weight_decay_rate),
+        other=rule_of(None),
         mask=weight_decay_mask,
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Arithmetic:
-    """The steps of :func:`adafactor`, with its arguments."""
+class _Factors:
+    """The second moment, and what uses it: ``finished(step, by_row, u, p, *momentum)``."""
 
     axes_of: Callable[[tuple[int, ...]], tuple[int, int] | None]
-    learning_rate: Scalar | Schedule | None
+    eps: Scalar
     decay_rate: Scalar
     decay_offset: int
-    multiply_by_parameter_scale: bool
-    clipping_threshold: Scalar | None
-    momentum: Scalar | None
-    dtype_momentum: DTypeLike
-    weight_decay_rate: Scalar | Schedule | None
-    eps: Scalar
+    finished: Callable[..., Arrays]
 
     def rule(self, state: Mapping[str, Callable[[jax.Array], jax.Array]]) -> Rule:
         return Rule(
@@ -179,7 +181,7 @@ class _Arithmetic:
             axis = short - 1 if short > long else short
             row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
             u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
-        u, *mean_now = self._finished(step, u, p, mean, False)
+        u, *mean_now = self.finished(step, False, u, p, *mean)
         return u, v_row, v_col, v, *mean_now
 
     def on_slices(
@@ -210,7 +212,7 @@ class _Arithmetic:
         """A step of rows whose second moment is whole."""
         b = self._forgetting(step)
         v = b * v + (1.0 - b) * (rule.squared(g) + self.eps)
-        u, *mean_now = self._finished(step, g * v**-0.5, p, mean, True)
+        u, *mean_now = self.finished(step, True, g * v**-0.5, p, *mean)
         return u, v, *mean_now
 
     def _in_factors(
@@ -236,34 +238,10 @@ class _Arithmetic:
 
         def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Arrays:
             u = g * (by_column[None] * (rule.per_row(row, g) / mean_square)) ** -0.5
-            return self._finished(step, u, p, mean, True)
+            return self.finished(step, True, u, p, *mean)
 
         u, *mean_now = step_rows(kernel, g, [p, rows], mean, unique=True)
         return u, rows, columns, *mean_now
-
-    def _finished(
-        self,
-        step: Step,
-        u: jax.Array,
-        p: jax.Array,
-        mean: Sequence[jax.Array],
-        by_row: bool,
-    ) -> Arrays:
-        """The update of the direction ``u``, and the new momentum if there is one."""
-        if self.clipping_threshold is not None:
-            u = u / jnp.maximum(1.0, _size(u, by_row) / self.clipping_threshold)
-        if self.learning_rate is not None:
-            rate = rule.value_at(self.learning_rate, step.count)
-            constant = isinstance(self.learning_rate, int | float)
-            u = rate * u if constant else u * jnp.asarray(rate, u.dtype)
-        if self.multiply_by_parameter_scale:
-            u = u * jnp.maximum(_size(p, by_row), 1e-3)
-        if self.momentum is not None:
-            u = rule.decayed(mean[0], u, self.momentum)
-            mean = [u.astype(self.dtype_momentum)]
-        if self.weight_decay_rate is not None:
-            u = rule.with_decay(u, p, self.weight_decay_rate, step.count)
-        return (-1 * u, *mean)
 
     def _forgetting(self, step: Step) -> jax.Array:
         """How much of a mean stays."""

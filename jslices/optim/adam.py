@@ -86,11 +86,10 @@ def adam(
     missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes,
     in float64 for tables of float64.
     """
-    exact = untouched == "exact"
+    moments = Moments(b1, b2, eps, eps_root, nesterov, eps_hat)
 
     def update(step: Step) -> Kernel:
-        size = step.size(learning_rate)
-        direction = adam_direction(step, b1, b2, eps, eps_root, nesterov, eps_hat)
+        size, direction = step.size(learning_rate), moments.direction(step)
 
         def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             u, mu, nu = direction(g, mu, nu)
@@ -98,71 +97,62 @@ def adam(
 
         return kernel
 
-    missed = None
-    if exact:
-        missed = adam_missed(
-            "adam", learning_rate, b1, b2, eps, eps_root, nesterov, eps_hat
-        )
+    missed = moments.missed("adam", learning_rate) if untouched == "exact" else None
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
     return transformation(AdamState, Rule(state, update, missed=missed))
 
 
-def adam_direction(
-    step: Step,
-    b1: Scalar,
-    b2: Scalar,
-    eps: Scalar,
-    eps_root: Scalar,
-    nesterov: bool = False,
-    eps_hat: bool = False,
-) -> Kernel:
-    """``(g, mu, nu) -> (direction, mu, nu)`` of one step."""
-    correct_mu, correct_nu = step.correction(b1), step.correction(b2, root=eps_hat)
-    correct_next = step.correction(b1, ahead=True) if nesterov else None
+class Moments(NamedTuple):
+    """The arithmetic of Adam and its relatives, with its arguments."""
 
-    def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-        new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
-        mu_hat = correct_mu(new_mu)
-        if correct_next is not None:
-            mu_hat = b1 * correct_next(new_mu) + (1 - b1) * correct_mu(g)
-        if eps_hat:
-            u = mu_hat / correct_nu(jnp.sqrt(new_nu + eps_root) + eps)
-        else:
-            u = mu_hat / (jnp.sqrt(correct_nu(new_nu) + eps_root) + eps)
-        return u, new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
+    b1: Scalar
+    b2: Scalar
+    eps: Scalar
+    eps_root: Scalar = 0.0
+    nesterov: bool = False
+    eps_hat: bool = False
 
-    return direction
+    def direction(self, step: Step) -> Kernel:
+        """``(g, mu, nu) -> (direction, mu, nu)`` of one step."""
+        b1, b2, eps, eps_root, nesterov, eps_hat = self
+        correct_mu, correct_nu = step.correction(b1), step.correction(b2, root=eps_hat)
+        correct_next = step.correction(b1, ahead=True) if nesterov else None
 
-
-def adam_missed(
-    name: str,
-    learning_rate: Scalar | Schedule,
-    b1: Scalar,
-    b2: Scalar,
-    eps: Scalar,
-    eps_root: Scalar,
-    nesterov: bool = False,
-    eps_hat: bool = False,
-    weight_decay: Scalar | Schedule = 0.0,
-) -> MissedSteps:
-    """The missed steps of Adam."""
-    rule.check_fading(name, b1=b1, b2=b2)
-    first, second = float(b1), float(b2)
-    if not first**2 < second:
-        raise ValueError(
-            f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; otherwise '
-            "the step of a row without gradients grows from step to step"
-        )
-
-    def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-        root, move = jnp.sqrt(nu), missed.decay * p
-        for size, shrunk in zip(missed.sums[:2], missed.sums[2:], strict=True):
-            if isinstance(eps_root, int | float) and eps_root == 0:
-                bottom = root * shrunk + eps
+        def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
+            new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
+            mu_hat = correct_mu(new_mu)
+            if correct_next is not None:
+                mu_hat = b1 * correct_next(new_mu) + (1 - b1) * correct_mu(g)
+            if eps_hat:
+                u = mu_hat / correct_nu(jnp.sqrt(new_nu + eps_root) + eps)
             else:
-                bottom = jnp.sqrt(nu * shrunk**2 + eps_root) + eps
-            move = move - size * shrunk * mu / bottom
-        return move, fading(first, missed) * mu, fading(second, missed) * nu
+                u = mu_hat / (jnp.sqrt(correct_nu(new_nu) + eps_root) + eps)
+            return u, new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
 
-    series = step_moments(first, second, nesterov, eps_hat)
-    return MissedSteps(advance, learning_rate, series, weight_decay, by_two_steps=True)
+        return direction
+
+    def missed(
+        self, name: str, learning_rate: Scalar | Schedule, decay: Scalar | Schedule = 0.0
+    ) -> MissedSteps:
+        """The missed steps of rows, with a weight ``decay``."""
+        b1, b2, eps, eps_root, nesterov, eps_hat = self
+        rule.check_fading(name, b1=b1, b2=b2)
+        first, second = float(b1), float(b2)
+        if not first**2 < second:
+            raise ValueError(
+                f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; '
+                "otherwise the step of a row without gradients grows from step to step"
+            )
+
+        def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
+            root, move = jnp.sqrt(nu), missed.decay * p
+            for size, shrunk in zip(missed.sums[:2], missed.sums[2:], strict=True):
+                if isinstance(eps_root, int | float) and eps_root == 0:
+                    bottom = root * shrunk + eps
+                else:
+                    bottom = jnp.sqrt(nu * shrunk**2 + eps_root) + eps
+                move = move - size * shrunk * mu / bottom
+            return move, fading(first, missed) * mu, fading(second, missed) * nu
+
+        series = step_moments(first, second, nesterov, eps_hat)
+        return MissedSteps(advance, learning_rate, series, decay, by_two_steps=True)

@@ -3,10 +3,10 @@
 import jax
 
 from jslices._typing import Arrays, PyTree, Scalar, Schedule
-from jslices.optim.adam import AdamState, adam_direction, adam_missed
+from jslices.optim.adam import AdamState, Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
@@ -68,15 +68,15 @@ def adamw(
     PyTorch's decays by 1e-2 and refuses sparse gradients, Keras' by 4e-3.
     """
     exact = untouched == "exact"
-    everywhere = rule.decays_missed_steps(weight_decay_mode, exact)
+    everywhere = weight_decay_mode == "all" or (exact and weight_decay_mode is None)
+    moments = Moments(b1, b2, eps, eps_root, nesterov, eps_hat)
 
     def rule_of(rate: Scalar | Schedule) -> Rule:
         def update(step: Step) -> Kernel:
-            size = step.size(learning_rate)
-            direction = adam_direction(step, b1, b2, eps, eps_root, nesterov, eps_hat)
+            size, direction = step.size(learning_rate), moments.direction(step)
 
-            def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Arrays:
-                u, mu, nu = direction(g, *moments)
+            def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
+                u, mu, nu = direction(g, *state)
                 return rule.scaled(size, rule.with_decay(u, p, rate, step.count)), mu, nu
 
             return kernel
@@ -84,17 +84,11 @@ def adamw(
         missed, decay = None, rate if everywhere else 0.0
         rule.check_decay("adamw", learning_rate, decay)
         if exact:
-            missed = adam_missed(
-                "adamw", learning_rate, b1, b2, eps, eps_root, nesterov, eps_hat, decay
-            )
+            missed = moments.missed("adamw", learning_rate, decay)
         elif everywhere:
+            only_decay = lambda missed, p, *state: (missed.decay * p, *state)  # noqa: E731
             missed = MissedSteps(only_decay, learning_rate, (), decay)
         state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
         return Rule(state, update, reads_params=True, missed=missed)
 
     return transformation(AdamState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)
-
-
-def only_decay(missed: Missed, p: jax.Array, *state: jax.Array) -> Arrays:
-    """Missed steps of an optimizer that is lazy but for its weight decay."""
-    return (missed.decay * p, *state)

@@ -53,7 +53,6 @@ def amsgrad(
     Args:
       bias_correction_mu: whether ``mu`` is divided by the weight it has seen.
       bias_correction_nu: whether ``nu`` is.
-      untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
       A :class:`GradientTransformation`. State per row: 3 D numbers; 8 bytes more if exact.

@@ -8,7 +8,7 @@ import numpy as np
 
 from jslices._errors import InvalidArgumentError
 from jslices._rows.rounding import key_bits
-from jslices._typing import Arrays, Gradients, Key, Params, PyTree, State
+from jslices._typing import Arrays, Key, Params, PyTree, State
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import MissedSteps
@@ -122,12 +122,7 @@ def dp_sgd(
     tx = transformation(DpSgdState, Rule({}, update, reads_params=True, missed=missed))
 
     def apply(
-        grads: Gradients,
-        state: State,
-        params: Params,
-        key: Key | None = None,
-        peeked: PyTree = None,
-        exact: bool = False,
+        *args: Any, exact: bool = False, peeked: PyTree = None
     ) -> tuple[Params, State]:
         if exact:
             raise ValueError(
@@ -136,7 +131,7 @@ def dp_sgd(
                 "js.per_example_global_norm_clip(jax.vmap(js.grad(loss), in_axes=(None, 0))"
                 "(params, batch), l2_norm_clip), and tx.apply(total, state, params)"
             )
-        return tx.apply(grads, state, params, key, peeked=peeked)
+        return tx.apply(*args, peeked=peeked)
 
     def of_rows(rows: StateOfRows) -> GradientTransformation:
         raise InvalidArgumentError(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._typing import Arrays, PyTree, Scalar, Schedule
-from jslices.optim.adam import adam_direction
+from jslices.optim.adam import Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -79,7 +79,7 @@ def lamb(
     def rule_of(rate: Scalar | Schedule) -> Rule:
         def update(step: Step, by_row: bool = False) -> Kernel:
             size = step.size(learning_rate)
-            direction = adam_direction(step, b1, b2, eps, eps_root)
+            direction = Moments(b1, b2, eps, eps_root).direction(step)
 
             def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Arrays:
                 u, mu, nu = direction(g, *moments)

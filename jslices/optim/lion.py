@@ -43,14 +43,12 @@ def lion(
     and nor is its state. Exact: its mean decays, it moves on by the sign of it and its
     weights decay when it catches up, as in a dense optimizer.
 
+    Arguments that are not listed are those of :func:`jslices.adamw`.
+
     Args:
-      learning_rate: a number, or a schedule of the step (from 0).
       b1: weight of the mean in the direction.
       b2: decay of the mean.
-      mu_dtype: dtype of ``mu``; None means that of the parameter.
       weight_decay: a number, or (unless rows catch up) a schedule of the step.
-      mask: which parameters decay, as in :func:`jslices.adamw`.
-      untouched: ``"lazy"`` or ``"exact"``, for the movement (see :mod:`jslices.optim`).
       weight_decay_mode: ``"touched"`` or ``"all"``, as in :func:`jslices.adamw`; a row that
         moves exactly decays in all steps.
 
@@ -75,7 +73,7 @@ def lion(
     optimizer stops when the mean underflows, after some 8,000 steps without gradient.
     """
     exact = untouched == "exact"
-    everywhere = rule.decays_missed_steps(weight_decay_mode, exact)
+    everywhere = weight_decay_mode == "all" or (exact and weight_decay_mode is None)
     if (exact or everywhere) and callable(weight_decay):
         raise ValueError(
             'lion with rows that catch up (untouched="exact", or weight_decay_mode="all") '

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._typing import Arrays
-from jslices.optim.adam import adam_missed
+from jslices.optim.adam import Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed
@@ -44,10 +44,7 @@ def partial_rowwise_adam(
     and nor is its state. Exact: its means decay and it moves on when it catches up, as the
     same optimizer on dense gradients moves it.
 
-    Arguments that are not listed are those of :func:`jslices.adam`.
-
-    Args:
-      untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
+    Arguments are those of :func:`jslices.adam`.
 
     Returns:
       A :class:`GradientTransformation`. State per row: D + 1 numbers; 20 bytes more if
@@ -70,7 +67,6 @@ def partial_rowwise_adam(
 
     Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
     """
-    exact = untouched == "exact"
 
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
@@ -86,8 +82,8 @@ def partial_rowwise_adam(
         return kernel
 
     missed = None
-    if exact:
-        adam = adam_missed("partial_rowwise_adam", learning_rate, b1, b2, eps, 0.0)
+    if untouched == "exact":
+        adam = Moments(b1, b2, eps).missed("partial_rowwise_adam", learning_rate)
 
         def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             move, mu, rows = adam.advance(missed, p, mu, rule.per_row(nu, p))

@@ -37,11 +37,7 @@ def rowwise_adagrad(
     Untouched rows: as dense. A row without gradient is neither read nor written, and the
     same optimizer on dense gradients would leave it and its state alone too.
 
-    Args:
-      learning_rate: a number, or a schedule of the step (from 0).
-      initial_accumulator_value: what ``s`` starts from.
-      eps: added to the root.
-      untouched: ``"lazy"`` or ``"exact"``, which are the same here.
+    Arguments are those of :func:`jslices.adagrad`; ``eps`` is added to the root.
 
     Returns:
       A :class:`GradientTransformation`. State per row: one number. A

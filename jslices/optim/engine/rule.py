@@ -27,12 +27,9 @@ class Step:
     They share it to be rounded as Optax rounds them: XLA divides by a number that many
     arrays share, multiplies by the reciprocal of one that is used once, and Optax computes
     a bias correction once for all arrays.
-
-    Attributes:
-      count: int32 ``[]``, the steps taken before.
     """
 
-    count: jax.Array
+    count: jax.Array  #: int32 ``[]``, the steps taken before.
     _weights: dict[Any, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -152,11 +149,6 @@ def with_decay(
     return direction + rate * p
 
 
-def decays_missed_steps(mode: str | None, exact: bool) -> bool:
-    """Whether rows decay in the steps that they miss; by default those of ``exact`` do."""
-    return exact if mode is None else mode == "all"
-
-
 def check_decay(name: str, learning_rate: Any, weight_decay: Any) -> None:
     """Refuses a decay of missed steps that would take all of a row, or more."""
     numbers = [x for x in (learning_rate, weight_decay) if isinstance(x, int | float)]
@@ -176,30 +168,22 @@ Kernel = Callable[..., tuple[jax.Array, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """The arithmetic of an optimizer, the same for an array and for some rows of it.
+    """The arithmetic of an optimizer, the same for an array and for some rows of it."""
 
-    Attributes:
-      state: the names of its state arrays, and from a parameter ``[V, *D]`` what each
-        starts as: ``[V, ...]``.
-      update: from a step to its arithmetic, ``kernel(g, *state) -> (update, *new_state)``,
-        or ``kernel(g, p, *state)``. Everything in it must be elementwise or within a row.
-      update_rows: the same for rows, where these are treated otherwise than whole arrays.
-      update_slices: for rows that share state (means over columns, say), the whole step
-        from IndexedSlices, ``(grad, p, *state) -> (update, *state)``.
-      sums_first: whether, for a parameter, ``update_slices`` wants no row named twice.
-      reads_params: whether the kernel gets the rows of the parameter as well.
-      linear: whether the update of a sum of gradients is the sum of their updates.
-      missed: for an optimizer that catches rows up, what missed steps do to them.
-    """
-
+    #: The names of its state arrays, and from a parameter ``[V, *D]`` what each starts as:
+    #: ``[V, ...]``.
     state: Mapping[str, Callable[[jax.Array], jax.Array]]
-    update: Callable[[Step], Kernel]
+    update: Callable[[Step], Kernel]  #: from a step to its arithmetic.
+    #: The same for rows, where these are treated otherwise than whole arrays.
     update_rows: Callable[[Step], Kernel] | None = None
+    #: For rows that share state (means over columns, say), the whole step from
+    #: IndexedSlices, ``(grad, p, *state) -> (update, *state)``.
     update_slices: Callable[[Step], Kernel] | None = None
+    #: Whether, for a parameter, ``update_slices`` wants no row named twice.
     sums_first: Callable[[Any], bool] | None = None
-    reads_params: bool = False
-    linear: bool = False
-    missed: MissedSteps | None = None
+    reads_params: bool = False  #: whether the kernel gets the parameter as well.
+    linear: bool = False  #: whether the update of a sum is the sum of the updates.
+    missed: MissedSteps | None = None  #: what missed steps do to rows that catch up.
 
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:

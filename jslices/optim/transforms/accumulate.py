@@ -146,7 +146,7 @@ def leading_axis(caller: str, leaves: Sequence[Any]) -> int:
         raise ValueError(
             f"{caller} wants gradients with one leading axis in common, as jax.vmap and "
             f"lax.scan give them (slices: values [B, K, *D], indices [B, K]), got "
-            f"{', '.join(map(_kind_of, stacked)) or 'no array'}"
+            f"{shapes_of(stacked) or 'no array'}"
         )
     ((count,),) = heads
     return count
@@ -176,7 +176,12 @@ def _divided(total: jax.Array, dtype: DTypeLike, divisor: int | None) -> jax.Arr
     return result.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else result
 
 
-def _kind_of(x: Leaf) -> str:
-    if is_slices(x):
-        return f"slices with indices {list(x.indices.shape)}"
-    return f"{x.dtype}{list(x.shape)}"
+def shapes_of(leaves: Sequence[Leaf]) -> str:
+    """The shapes of a gradient's leaves, for a message."""
+
+    def one(x: Leaf) -> str:
+        if not is_slices(x):
+            return "None" if x is None else f"{x.dtype}{list(x.shape)}"
+        return f"slices of {x.values.dtype}{list(x.values.shape)}"
+
+    return ", ".join(map(one, leaves))

@@ -296,16 +296,10 @@ def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike)
 
 @combinator
 def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
-    """:func:`jslices.clip_by_global_norm` as a transformation.
+    """:func:`jslices.clip_by_global_norm` to ``max_norm`` ``[]``, without a state.
 
     Untouched rows stay untouched. Errors and cost are those of the function; the limit is
     checked at once.
-
-    Args:
-      max_norm: the limit, ``[]``.
-
-    Returns:
-      A stateless :class:`jslices.GradientTransformation`.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, optax
@@ -326,15 +320,10 @@ def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
 
 @combinator
 def clip(max_delta: float | jax.Array) -> GradientTransformation:
-    """:func:`jslices.clip_by_value` to ``[-max_delta, max_delta]``, as a transformation.
+    """:func:`jslices.clip_by_value` to ``[-max_delta, max_delta]``, without a state.
 
-    Untouched rows stay untouched. Errors and cost are those of the function.
-
-    Args:
-      max_delta: the limit, ``[]``, not negative.
-
-    Returns:
-      A stateless :class:`jslices.GradientTransformation`.
+    Untouched rows stay untouched. Errors and cost are those of the function; the limit
+    ``[]`` must not be negative.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -350,17 +339,11 @@ def clip(max_delta: float | jax.Array) -> GradientTransformation:
 
 @combinator
 def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
-    """:func:`jslices.clip_rows_by_norm` as a transformation.
+    """:func:`jslices.clip_rows_by_norm` to ``max_norm`` ``[]``, without a state.
 
     Untouched rows stay untouched. Errors and cost are those of the function; the limit is
     checked at once. The first axis of every array counts its rows; if the tree holds arrays
     other than tables, leave these out with :func:`jslices.optim.masked`.
-
-    Args:
-      max_norm: the limit, ``[]``.
-
-    Returns:
-      A stateless :class:`jslices.GradientTransformation`.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -387,20 +370,12 @@ def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
 
 @combinator
 def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
-    """Scales each array's gradient down so that its root mean square is at most a limit.
+    """Scales each array's gradient so that its root mean square is at most ``threshold``.
 
     The mean is over the dense array, untouched rows included: the result is that of the
-    dense gradient. Untouched rows stay untouched. Errors and cost are those of
-    :func:`jslices.clip_by_norm`.
-
-    Args:
-      threshold: the limit, ``[]``.
-
-    Returns:
-      A stateless :class:`jslices.GradientTransformation`.
-
-    Raises:
-      ValueError: from ``update``, for slices with ``dense_shape=None``.
+    dense gradient. Untouched rows stay untouched. Without a state. Cost and errors are
+    those of :func:`jslices.clip_by_norm`; ``update`` refuses slices with
+    ``dense_shape=None``.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

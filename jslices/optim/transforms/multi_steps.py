@@ -5,7 +5,7 @@ gradients side by side, ``[k, K, *D]``. Nothing has the size of a table.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields
-from jslices.optim.transforms.accumulate import merge_leaf
+from jslices.optim.transforms.accumulate import merge_leaf, shapes_of
 from jslices.optim.transforms.base import as_transformation, catching_up
 
 
@@ -167,8 +167,8 @@ class _Buffers:
         leaves, structure = flatten(grads, is_leaf=is_leaf)
         if structure != self.structure:
             raise ValueError(
-                f"multi_steps was made for gradients {_shapes(self.examples)} in "
-                f"{self.structure}, got {_shapes(leaves)} in {structure}; make it with a "
+                f"multi_steps was made for gradients {shapes_of(self.examples)} in "
+                f"{self.structure}, got {shapes_of(leaves)} in {structure}; make it with a "
                 "gradient like these"
             )
         n, old, new = state.mini_step, structure.flatten_up_to(state.acc_grads), []
@@ -181,8 +181,8 @@ class _Buffers:
                 check_slices(x)
             if not _alike(x, example):
                 raise ValueError(
-                    f"multi_steps was made for a gradient {_shapes([example])}{path}, got "
-                    f"{_shapes([x])}; make it with a gradient like this"
+                    f"multi_steps was made for a gradient {shapes_of([example])}{path}, "
+                    f"got {shapes_of([x])}; make it with a gradient like this"
                 )
             new.append(_put(x, buffer, n))
         return structure.unflatten(new), n == self.k - 1
@@ -275,14 +275,3 @@ def _alike(grad: Leaf, example: Leaf) -> bool:
         return grad is example
     pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(example), strict=True)
     return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
-
-
-def _shapes(leaves: Sequence[Leaf]) -> str:
-    """The shapes of a gradient's leaves, for a message."""
-
-    def one(x: Leaf) -> str:
-        if not is_slices(x):
-            return "None" if x is None else f"{x.dtype}{list(x.shape)}"
-        return f"slices of {x.values.dtype}{list(x.values.shape)}"
-
-    return ", ".join(map(one, leaves))

@@ -19,6 +19,7 @@ from jslices.optim.engine.protocol import is_leaf, paths_of
 
 
 @takes_tables()
+@one_program
 def global_norm(tree: PyTree) -> jax.Array:
     """The square root of the sum of the squares of everything in ``tree``.
 
@@ -50,15 +51,11 @@ def global_norm(tree: PyTree) -> jax.Array:
     Source: ``tf.linalg.global_norm`` and ``optax.global_norm``. TensorFlow's takes the
     values as they are: 11.18 in the example, where the dense gradient has 15.
     """
-    return _global_norm(tree)
-
-
-@one_program
-def _global_norm(tree: PyTree) -> jax.Array:
     return norm_of_leaves(coalesced_leaves("global_norm", tree))
 
 
 @takes_tables()
+@one_program
 def all_finite(tree: PyTree) -> jax.Array:
     """Whether the gradients in ``tree`` are free of NaN and infinities.
 
@@ -87,11 +84,6 @@ def all_finite(tree: PyTree) -> jax.Array:
     Source: PyTorch's ``GradScaler``, which coalesces float16 gradients for the same
     reason; TensorFlow's ``LossScaleOptimizer`` looks at the values as they are.
     """
-    return _all_finite(tree)
-
-
-@one_program
-def _all_finite(tree: PyTree) -> jax.Array:
     finite = jnp.array(True)
     for x in map(as_leaf, jax.tree.leaves(tree, is_leaf=is_leaf)):
         if x is not None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._arguments import StateDtype
-from jslices._typing import Gradients, Params, PyTree, State, Transformation
+from jslices._typing import Gradients, Params, PyTree, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.transforms.base import as_transformation
@@ -56,13 +56,9 @@ def with_state_dtype(
         floating = jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
         return jnp.asarray(x, wide) if floating else x
 
-    def in_dtype(params: Params) -> Params:
-        return jax.tree.map(cast, params)
-
-    def init(params: Params) -> State:
-        return tx.init(in_dtype(params))
+    in_dtype = lambda params: jax.tree.map(cast, params)  # noqa: E731
 
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         return tx.plan(grads, jax.eval_shape(in_dtype, params), platform)
 
-    return tx.replace(init=init, plan=plan)
+    return tx.replace(init=lambda params: tx.init(in_dtype(params)), plan=plan)
