@@ -195,7 +195,7 @@ AROUND = {
     "loop": lambda f, g, t, w: jax.lax.fori_loop(
         0, 3, lambda k, c: jnp.tanh(c + f(t, w * k)), g(t, w)
     ),
-    "cond": lambda f, g, t, w: jax.lax.cond(w[1] < 0, f, g, t, w),
+    "cond": lambda f, g, t, w: jax.lax.cond(W[1] < 0, f, g, t, w),
     "vmap": lambda f, g, t, w: (
         jax.vmap(lambda s: f(t, s * w) * s)(jnp.arange(3.0)).sum() + g(t, w)
     ),

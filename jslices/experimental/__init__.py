@@ -3,8 +3,7 @@
     params = {"table": jslices.experimental.table(array), "w": w}
     grads = jax.grad(loss)(params, ids)  # grads["table"] is an IndexedSlices
 
-For code that calls ``jax.grad`` itself. It rests on ``jax.experimental.hijax``, which JAX
-still changes: so may this module. In a step of one's own type :func:`jslices.grad`.
+For code that calls ``jax.grad`` itself. ``jax.experimental.hijax`` may still change.
 """
 
 import sys as _sys

@@ -98,13 +98,14 @@ class Call(hijax.HiPrim):
         return super().staging(trace, *args)
 
     def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+        if all(d is None for d in dims):
+            return self(*args), [None] * len(self.out_aval)
         fun, first = hijax.vmap_rule(axis, self.fun, dims, 0), [0] * len(self.out_aval)
         results = hijax.unmap_avals(axis, self.out_aval, first)
         made = type(self)(fun, map(jax.typeof, args), results, self.sparse)
         return made(*args), first
 
     def _of(self, at: list[int], primals: Any) -> Any:
-        """The function of the arguments at these places alone."""
         if self.sparse is None:
             raise NotImplementedError(
                 "steps of optimizers, and functions of gradients, have no derivative by a "

@@ -1,8 +1,7 @@
 """A table as a type of JAX's, and rows of it as the type of its gradient.
 
-Inside one traced program a gradient has as many entries as were read, and a sum has those
-of both. Where JAX wants to know a shape beforehand (what a loop carries, what branches
-return, a program that is lowered alone) they fill the table's ``room``.
+A gradient has as many entries as were read, and a sum has those of both. Where JAX wants to
+know a shape beforehand (in a loop, of branches) they fill the table's ``room``.
 """
 
 import dataclasses
