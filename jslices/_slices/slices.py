@@ -337,7 +337,7 @@ class IndexedSlices(Refusals):
             return self._flattened().astype(dtype or self.dtype)
         if of_batch:
             raise ValueError(
-                f"cannot sum slices over axis={axis} alone; sum all {batch} axes of the batch"
+                f"cannot sum slices over axis={axis}; sum all {batch} axes of the batch"
             )
         rows = self._without_row_axes([a - batch for a in numbering.intersection(axes)])
         shape = rows.dense_shape
