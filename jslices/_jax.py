@@ -148,15 +148,18 @@ def trace_at_hand(x: jax.Array) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def trace_of(*arrays: Any) -> Iterator[None]:
-    """A context for operations in the trace that these belong to.
+def takes_tables(**how: Any) -> Callable[[F], F]:
+    """Lets a function take tables that are a type of JAX's: ``experimental.call.call``."""
 
-    JAX has left it where it asks types of others (hijax) for the arrays that they hold.
-    """
-    traced = [x for x in arrays if isinstance(x, jax.core.Tracer)]
-    with core.set_current_trace(traced[0]._trace if traced else core.eval_trace):
-        yield
+    def decorated(fun: F) -> F:
+        @functools.wraps(fun)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            loaded = sys.modules.get("jslices.experimental.call")
+            return loaded.call(fun, args, kwargs, **how) if loaded else fun(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorated
 
 
 def define_keys(name: str, tag: Callable[[], str], words: int) -> tuple[Any, Any]:

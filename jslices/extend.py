@@ -18,12 +18,6 @@ from jslices._install import install_command as install_command
 # Whether an operator of a JAX array asks for `__jax_array__`, and could wait.
 from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operator
 
-# Whether a program is being traced, so that values belong to it.
-from jslices._jax import is_staged as is_staged
-
-# The trace that arrays belong to, where JAX has left it.
-from jslices._jax import trace_of as trace_of
-
 # Bags of ids in any of the forms that `embedding_lookup_sparse` takes.
 from jslices._lookup.bags import as_bags as as_bags
 

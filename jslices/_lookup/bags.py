@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._arguments import OneOf
+from jslices._jax import takes_tables
 from jslices._lookup.columns import Matrix, bags_of, columns_of, is_of_kind
 from jslices._lookup.embedding import STRATEGY, Tables, as_tables, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
@@ -32,6 +33,7 @@ FORMS = (
 FEATURES = "pass it as the weights, without ids: (table, None, m)"
 
 
+@takes_tables(sparse=True)
 def embedding_lookup_sparse(
     params: jax.Array | Sequence[jax.Array],
     sp_ids: BagsOfIds | None = None,
@@ -107,6 +109,7 @@ def embedding_lookup_sparse(
     )
 
 
+@takes_tables(sparse=True)
 def safe_embedding_lookup_sparse(
     embedding_weights: jax.Array | Sequence[jax.Array],
     sparse_ids: BagsOfIds | None = None,

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import Number, OneOf
 from jslices._densify import current_user_line
+from jslices._jax import takes_tables
 from jslices._lookup.mark import mark_table
 from jslices._place.boundary import looked_up, on_any_mesh
 from jslices._rows.access import (
@@ -22,7 +23,6 @@ from jslices._rows.access import (
     take_rows,
 )
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
-from jslices._slices.tables import is_table
 
 #: A table, or its shards.
 Tables = jax.Array | Sequence[jax.Array]
@@ -31,6 +31,7 @@ STRATEGY = OneOf("mod", "div")
 NORM = Number(at_least=0, infinite=True)
 
 
+@takes_tables(sparse=True)
 def embedding_lookup(
     params: jax.Array | Sequence[jax.Array],
     ids: ArrayLike,
@@ -156,7 +157,7 @@ def read_rows(
         refuse_bad_ids(original, count, caller, "ids", exempt)
     line = current_user_line()
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):
-        tables = [x if is_table(x) else mark_table(x, ids.size, line) for x in tables]
+        tables = [mark_table(table, ids.size, line) for table in tables]
     rows = _read(tables, ids, keep, strategy=strategy, mode=mode, count=count)
     if max_norm is None:
         return rows
@@ -202,9 +203,7 @@ def _read_shards(
     return rows
 
 
-def _take(table: Any, ids: jax.Array, **how: Any) -> jax.Array:
-    if is_table(table):
-        return table.rows_at(ids, **how)  # type: ignore[no-any-return]
+def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
     rows = take_rows(table, ids, **how)
     if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
         return rows
@@ -239,7 +238,7 @@ def as_tables(params: Tables, caller: str) -> list[jax.Array]:
             f"{caller} wants a table or a list of shards, got a {type(params).__name__}"
         )
     shards = params if isinstance(params, list | tuple) else [params]
-    tables: Any = [x if is_table(x) else jnp.asarray(x) for x in shards]
+    tables = [jnp.asarray(shard) for shard in shards]
     if any(table.ndim < 1 for table in tables):
         raise ValueError(f"{caller} wants a table [V, *D], got a scalar")
     kinds = {(table.dtype, table.shape[1:]) for table in tables}

@@ -12,5 +12,3 @@ from jslices._slices.slices import deduplicated as deduplicated
 from jslices._slices.slices import is_slices as is_slices
 from jslices._slices.slices import rows_at as rows_at
 from jslices._slices.slices import slices_of as slices_of
-from jslices._slices.tables import is_table as is_table
-from jslices._slices.tables import takes_tables as takes_tables

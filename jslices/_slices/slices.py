@@ -310,8 +310,8 @@ class IndexedSlices(Refusals):
 
         Returns:
           An array without ``axis`` if all axes that number rows are among them; otherwise
-          IndexedSlices of as many entries, of smaller rows or of rows that fewer axes
-          number. Duplicates add, empty entries drop.
+          IndexedSlices of as many entries, of smaller rows, of rows that fewer axes
+          number, or of all examples of a batch. Duplicates add, empty entries drop.
 
         Cost: one pass over ``K * D`` elements.
 
@@ -333,11 +333,11 @@ class IndexedSlices(Refusals):
         of_batch = tuple(a for a in axes if a < batch)
         if numbering <= set(axes):
             return jnp.sum(self._present(), (*of_batch, batch, *within), dtype)
+        if batch and axes == tuple(range(batch)):
+            return self._flattened().astype(dtype or self.dtype)
         if of_batch:
             raise ValueError(
-                f"cannot sum slices over the batch axis alone (axis={axis}); sum their "
-                "rows as well, or use IndexedSlices(s.values.reshape(-1, ...), "
-                "s.indices.reshape(-1), s.dense_shape)"
+                f"cannot sum slices over axis={axis}; sum all {batch} axes of the batch"
             )
         rows = self._without_row_axes([a - batch for a in numbering.intersection(axes)])
         shape = rows.dense_shape

@@ -1,206 +1,190 @@
 """Functions of arrays and slices, called with tables and their gradients.
 
-Inside a traced program a call is one equation, which runs the function once the program is
-lowered: then the gradient of a table has entries, as many as were read.
+In a traced program a call is one equation, which runs the function when the program is
+lowered. Its derivative is :func:`jslices.vjp`'s: every lookup known there gives rows.
 """
 
 import dataclasses
-import operator
-from collections.abc import Callable
-from typing import Any, NoReturn
+import inspect
+from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.experimental import hijax
 
-from jslices import IndexedSlices, is_slices
-from jslices.experimental.rows import Entries, Rows, RowsType, rows_of
-from jslices.experimental.table import Table, TableType
-from jslices.extend import PyTree, is_staged
+import jslices as js
 
-_TYPES = TableType, RowsType
-
-
-def _type_of(x: Any) -> Any:
-    """The type of a table or a gradient of one; None for other things."""
-    if isinstance(x, jax.core.Tracer):
-        return x.aval if isinstance(x.aval, _TYPES) else None
-    return jax.typeof(x) if isinstance(x, Table | Rows) else None
+IN_CHECKPOINT = (
+    "a lookup of a jslices.experimental.table inside of jax.checkpoint: type "
+    'jax.config.update("jax_remat3", True) and jax.checkpoint(f, prevent_cse=False), or '
+    "look the rows up before it, as in jax.checkpoint(f)(table[ids], ...)"
+)
 
 
-def call(
-    fun: Callable[..., Any], args: Any, kwargs: Any, like: PyTree = None, part: Any = None
-) -> Any:
-    """``fun(*args, **kwargs)``; its result, or a part of it, is like the tree ``like``."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    if not any(map(_type_of, leaves)):
-        return fun(*args, **kwargs)
-    places = [i for i, x in enumerate(leaves) if _is_value(x)]
-    types, structure = jax.tree.flatten(like, is_leaf=_is_leaf)
-    types = [_type_of(x) for x in types]
+@dataclasses.dataclass(frozen=True, repr=False)
+class Wrapping(hijax.HiType):
+    """A type whose values stand for an array, of the type ``core``, or for rows of it.
 
-    def run(*values: Any) -> Any:
-        filled = dict(enumerate(leaves)) | dict(zip(places, values, strict=True))
-        args, kwargs = tree.unflatten(filled.values())
-        return fun(*args, **kwargs)
+    A subclass has ``wrap`` and ``unwrap`` (from what a value stands for to the value, and
+    back), ``described`` (that for ``jax.eval_shape``), ``mirrored`` (the type of a result
+    where such a value was, or None), and ``advice`` for who takes it for an array.
+    """
 
-    def typed(result: Any) -> Any:
-        if structure.num_leaves == 0:
-            return result
-        parts = [result] if part is None else list(result)
-        k = part or 0
-        mirrored = zip(types, structure.flatten_up_to(parts[k]), strict=True)
-        parts[k] = structure.unflatten([_as_type(t, x) for t, x in mirrored])
-        return parts[0] if part is None else tuple(parts)
+    core: Any
+    room: int | None
+    row_axes: int
 
-    values = [leaves[i] for i in places]
-    if not is_staged():
-        return typed(run(*map(_opened, values)))
-    return Call(run, typed, tuple(map(jax.typeof, values)), _name(fun))(*values)
+    # So that isinstance(x, jax.Array) holds, which Equinox asks of what has a gradient.
+    __class__ = property(lambda self: hijax.ShapedArray)
+    shape = property(lambda self: self.core.shape)
+    dtype = property(lambda self: self.core.dtype)
+    ndim = property(lambda self: len(self.shape))
+
+    def str_short(self, *_: bool, **__: bool) -> str:
+        return f"{type(self).__name__} of {self.core}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("sharding", "weak_type", "memory_space", "manual_axis_type", "mat"):
+            return getattr(self.core, name)
+        primitive = name == "array_abstraction_level"  # which those of JAX ask for
+        raise (TypeError if primitive else AttributeError)(f"{name}: this is {self.advice}")
+
+
+def type_of(x: Any) -> Any:
+    """The type of a table, or of the gradient of one; None for anything else."""
+    type = getattr(x, "aval", None)
+    return type if isinstance(type, Wrapping) else None
+
+
+def _unwrapped(x: Any) -> Any:
+    type = type_of(x)
+    return type.unwrap(x) if type else x
+
+
+def _dense(x: Any) -> Any:
+    return x.to_dense() if js.is_slices(x) else x
+
+
+def _filled(values: Any, at: list[int], some: Any) -> list[Any]:
+    """The values, with others at these places."""
+    return list((dict(enumerate(values)) | dict(zip(at, some, strict=True))).values())
 
 
 class Call(hijax.HiPrim):
-    """One call of a function; it has no derivative."""
+    """A call of a function of what values of the types ``arguments`` stand for.
 
-    def __init__(self, run: Any, typed: Any, types: Any, name: str) -> None:
-        self.in_avals = types
-        result = typed(jax.eval_shape(run, *map(_described, types)))
-        self.out_aval = jax.tree.map(_type_of_result, result)
-        self.params = {"_run": run, "_typed": typed, "name": name}
+    It returns a list. ``sparse`` is that of :func:`jslices.vjp`, for tables; None if there
+    is no derivative.
+    """
+
+    lin, linearized = hijax.linearize_from_jvp
+
+    def __init__(self, fun: Any, arguments: Any, results: Any, sparse: Any = None) -> None:
+        self.in_avals, self.out_aval = tuple(arguments), list(results)
+        self.params = {"fun": fun, "sparse": sparse}
         super().__init__()
 
-    def expand(self, *values: Any) -> Any:
-        return self._typed(self._run(*map(_opened, values)))
+    def expand(self, *args: Any) -> list[Any]:
+        pairs = zip(self.out_aval, self.fun(*map(_unwrapped, args)), strict=True)
+        return [t.wrap(x) if isinstance(t, Wrapping) else x for t, x in pairs]
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{self.name} of tables of jslices.experimental is neither differentiated nor "
-            "batched; pass arrays and IndexedSlices: experimental.arrays(tree)"
-        )
+    def staging(self, trace: Any, *args: Any) -> Any:
+        outer = trace
+        while outer is not None:
+            info = getattr(getattr(outer, "frame", None), "debug_info", None)
+            if getattr(info, "traced_for", "") == "checkpoint / remat":
+                raise NotImplementedError(IN_CHECKPOINT)
+            outer = getattr(outer, "parent_trace", None)
+        return super().staging(trace, *args)
 
-    vjp_fwd = jvp = lin = batch = _refuse
+    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+        if all(d is None for d in dims):
+            return self(*args), [None] * len(self.out_aval)
+        fun, first = hijax.vmap_rule(axis, self.fun, dims, 0), [0] * len(self.out_aval)
+        results = hijax.unmap_avals(axis, self.out_aval, first)
+        made = type(self)(fun, map(jax.typeof, args), results, self.sparse)
+        return made(*args), first
 
+    def _of(self, at: list[int], primals: Any) -> Any:
+        if self.sparse is None:
+            raise NotImplementedError(
+                "steps of optimizers, and functions of gradients, have no derivative by a "
+                "jslices.experimental.table; pass experimental.arrays(tree)"
+            )
+        return lambda *args: self.fun(*_filled(primals, at, args))
 
-def _name(fun: Any) -> str:
-    return getattr(fun, "__qualname__", repr(fun))
+    def vjp_fwd(self, _: Any, *primals: Any) -> Any:
+        return self(*primals), primals
 
+    def vjp_bwd_retval(self, primals: Any, cotangents: Any) -> Any:
+        types, count = self.in_avals, len(primals)
+        at = [i for i in range(count) if jnp.issubdtype(types[i].dtype, jnp.inexact)]
+        sparse = tuple(isinstance(types[i], Wrapping) and self.sparse for i in at)
 
-def _is_leaf(x: Any) -> bool:
-    return x is None or is_slices(x)
+        def pull(*values: Any) -> list[Any]:
+            moved = (values[i] for i in at)
+            _, pullback = js.vjp(self._of(at, values[:count]), *moved, sparse=sparse)
+            return list(pullback(list(map(_dense, values[count:]))))
 
+        values = *primals, *map(hijax.instantiate_zeros, cotangents)
+        results = [types[i].to_tangent_aval() for i in at]
+        found = Call(pull, map(jax.typeof, values), results, self.sparse)(*values)
+        return tuple(_filled([None] * count, at, found))
 
-def _is_value(x: Any) -> bool:
-    arrays = jax.Array | np.ndarray | np.generic | jax.core.Tracer
-    return isinstance(x, arrays | Table | Rows)
+    def jvp(self, primals: Any, tangents: Any) -> Any:
+        results = [type.to_tangent_aval() for type in self.out_aval]
+        count = len(primals)
+        at = [i for i in range(count) if not isinstance(tangents[i], hijax.Zero)]
+        if not at:
+            return self(*primals), list(map(hijax.Zero, results))
 
+        def push(*values: Any) -> list[Any]:
+            moved, by = [values[i] for i in at], list(map(_dense, values[count:]))
+            pairs = zip(*jax.jvp(self._of(at, values[:count]), moved, by), strict=True)
+            return [x.with_values(t.values) if js.is_slices(x) else t for x, t in pairs]
 
-def _opened(x: Any) -> Any:
-    if isinstance(x, Table):
-        return x.array
-    return x.plain if isinstance(x, Rows) else x
-
-
-def _as_type(type: Any, x: Any) -> Any:
-    """A result as a table, or as the gradient of one, if ``type`` is."""
-    if type is None or x is None:
-        return x
-    if is_slices(x):
-        shape = hijax.ShapedArray(x.dense_shape, x.dtype)
-        held = dataclasses.replace(_tangent(type), table=shape)
-        return rows_of(held, x.values, x.indices)
-    return Table(x, type.room, type.row_axes) if isinstance(type, TableType) else x
-
-
-def _tangent(type: Any) -> RowsType:
-    tangent: RowsType = type.to_tangent_aval()
-    return tangent
-
-
-def _described(type: Any) -> Any:
-    """Arrays of a type, as ``jax.eval_shape`` takes them; of rows so many, or some."""
-    if isinstance(type, TableType):
-        return _described(type.array_type)
-    if isinstance(type, RowsType):
-        sized = type if type.room else dataclasses.replace(type, room=1)
-        values, numbers, _ = map(_described, sized.lo_ty())
-        return IndexedSlices.of(values, numbers, type.table.shape)
-    mesh = getattr(type, "sharding", None)
-    split = None if mesh is None or mesh.mesh.empty else mesh
-    weak = type.weak_type
-    return jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=split, weak_type=weak)
-
-
-def _type_of_result(x: Any) -> Any:
-    """The type of a result of ``jax.eval_shape``."""
-    if isinstance(x, Rows):
-        return x.type
-    if isinstance(x, Table):
-        return TableType(_type_of_result(x.array), x.room, x.row_axes)
-    weak = getattr(x, "weak_type", False)
-    return hijax.ShapedArray(x.shape, x.dtype, weak_type=weak, sharding=x.sharding)
+        values = *primals, *(tangents[i] for i in at)
+        return self(*primals), Call(push, map(jax.typeof, values), results)(*values)
 
 
-def arrays(tree: PyTree) -> Any:
-    """The tree with arrays for tables, and IndexedSlices for their gradients.
+def call(
+    fun: Any, args: Any, kwargs: Any, like: Any = None, part: Any = None, sparse: Any = None
+) -> Any:
+    """``fun(*args, **kwargs)``, of tables and gradients of tables among other things.
 
-    For what takes arrays: checkpoints, other libraries' optimizers, exchange between
-    programs. In a traced program a gradient needs the table's ``room`` for it.
+    ``like`` is the place of an argument: the result, or this ``part`` of it, has tables,
+    and gradients of tables, where that has. ``sparse`` is as of :class:`Call`.
     """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    if not any(map(type_of, leaves)):
+        return fun(*args, **kwargs)
+    at = [i for i, x in enumerate(leaves) if type_of(x) or isinstance(x, jax.core.Tracer)]
+    values = [leaves[i] for i in at]
 
-    def array(x: Any) -> Any:
-        type = _type_of(x)
-        if type is None:
-            return x
-        if isinstance(type, TableType):
-            return x.array
-        return IndexedSlices.of(x.values, x.indices, type.table.shape)
+    def run(*values: Any) -> Any:
+        args, kwargs = tree.unflatten(_filled(leaves, at, values))
+        return fun(*args, **kwargs)
 
-    return jax.tree.map(array, tree)
+    def typed(result: Any, make: Any) -> Any:
+        def one(x: Any, found: Any) -> Any:
+            type = type_of(x) and found is not None and type_of(x).mirrored(found)
+            return make(type, found) if type else found
 
+        if like is None:
+            return result
+        name = list(inspect.signature(fun).parameters)[like]
+        model = args[like] if len(args) > like else kwargs.get(name)
+        parts, k = [result] if part is None else list(result), part or 0
+        is_leaf = lambda x: x is None or js.is_slices(x)  # noqa: E731
+        parts[k] = jax.tree.map(one, model, parts[k], is_leaf=is_leaf)
+        return parts[0] if part is None else tuple(parts)
 
-def like(tree: PyTree, tables: PyTree) -> Any:
-    """Arrays as tables, and IndexedSlices as their gradients, where ``tables`` has tables.
-
-    What undoes :func:`arrays`; and what makes tangents for ``jax.jvp``.
-    """
-    leaves, structure = jax.tree.flatten(tables, is_leaf=_is_leaf)
-    parts = zip(leaves, structure.flatten_up_to(tree), strict=True)
-    return structure.unflatten([_as_type(_type_of(x), part) for x, part in parts])
-
-
-# --- what gradients do while they are traced ---------------------------------------------
-
-
-def _operator(name: str) -> Any:
-    fun = getattr(operator, name)
-    return staticmethod(lambda *operands: call(fun, operands, {}, operands[0]))
-
-
-def _reflected(name: str) -> Any:
-    fun = getattr(operator, name)
-    return staticmethod(lambda rows, other: call(fun, (other, rows), {}, rows))
-
-
-def _method(name: str) -> Any:
-    fun = getattr(IndexedSlices, name)
-    return hijax.aval_method(
-        lambda rows, *args, **kwargs: call(fun, (rows, *args), kwargs, rows)
-    )
-
-
-def _entries(rows: Any) -> Any:
-    if rows.aval.room is None:
-        rows.aval.lo_ty()[0].shape  # noqa: B018  # which says what to type
-    return Entries(rows.aval)(rows)
-
-
-for _key in ("add", "sub", "mul", "truediv", "neg"):
-    setattr(RowsType, f"_{_key}", _operator(_key))
-for _key in ("add", "sub", "mul"):
-    setattr(RowsType, f"_r{_key}", _reflected(_key))
-for _key in ("to_dense", "coalesce", "astype", "conj", "sum", "mean", "square_sum"):
-    setattr(RowsType, _key, _method(_key))
-RowsType.values = hijax.aval_property(lambda rows: _entries(rows)[0])
-RowsType.indices = hijax.aval_property(lambda rows: _entries(rows)[1])
-for _key in ("add", "sub"):  # rows, to or from a table
-    setattr(TableType, f"_{_key}", _operator(_key))
+    if not any(isinstance(x, jax.core.Tracer) for x in values):
+        return typed(run(*map(_unwrapped, values)), lambda type, x: type.wrap(x))
+    arguments = list(map(jax.typeof, values))
+    described = (t.described() if isinstance(t, Wrapping) else t for t in arguments)
+    shapes = typed(jax.eval_shape(run, *described), lambda type, x: type)
+    results, structure = jax.tree.flatten(shapes)
+    results = [x if isinstance(x, Wrapping) else jax.typeof(x) for x in results]
+    flat = lambda *values: structure.flatten_up_to(run(*values))  # noqa: E731
+    return structure.unflatten(Call(flat, arguments, results, sparse)(*values))

@@ -16,17 +16,11 @@ from jax.tree_util import PyTreeDef
 from jslices._arguments import check_array
 from jslices._densify import warn_at_line
 from jslices._errors import InvalidArgumentError
-from jslices._jax import flatten
+from jslices._jax import flatten, takes_tables
 from jslices._place import boundary
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import (
-    IndexedSlices,
-    check_slices,
-    each_shard,
-    is_slices,
-    takes_tables,
-)
+from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -49,10 +43,6 @@ class StateOfRows:
         dtype = access.index_dtype(self.num_rows, np.dtype(np.int32))
         rows = self.numbers.astype(dtype).at
         return lambda at: f(rows[at].get(mode="fill", fill_value=self.num_rows))
-
-
-#: Which argument the first result of a part is like.
-_LIKE = {"update": (0, 0), "apply": (2, 0), "catch_up": (0, 0), "flush": (0, 0)}
 
 
 class GradientTransformation:
@@ -146,7 +136,7 @@ class GradientTransformation:
         parameters = inspect.signature(part).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-        @takes_tables(*_LIKE.get(name, ()))
+        @takes_tables(like={"apply": 2, "peek": None}.get(name, 0), part=0)
         @functools.wraps(part)
         def run(grads: PyTree, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
             if isinstance(state, StateOfRows):
@@ -444,7 +434,7 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     return _apply_updates(params, updates, key)
 
 
-@takes_tables("params")
+@takes_tables(like=0)
 @boundary.one_program
 @boundary.on_any_mesh(boundary.like_first)
 def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:

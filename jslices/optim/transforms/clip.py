@@ -21,10 +21,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._arguments import Number, check_array, is_real, refused
 from jslices._errors import InvalidArgumentError
-from jslices._jax import flatten
+from jslices._jax import flatten, takes_tables
 from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
-from jslices._slices import IndexedSlices, deduplicated, is_slices, takes_tables
+from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, StateOfRows, is_leaf
@@ -59,7 +59,7 @@ def _for_gradients(
 
 
 @_for_gradients("clip_global_norm(max_norm)")
-@takes_tables("tree", 0)
+@takes_tables(like=0, part=0)
 def clip_by_global_norm(
     tree: PyTree, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
 ) -> tuple[Any, jax.Array]:
@@ -113,7 +113,7 @@ def _clipped_by_global_norm(
     return flatten(tree, is_leaf)[1].unflatten(clipped), norm
 
 
-@takes_tables("t")
+@takes_tables(like=0)
 def clip_by_norm(
     t: Leaf, clip_norm: ArrayLike, axes: int | Sequence[int] | None = None
 ) -> Any:
@@ -155,7 +155,7 @@ def clip_by_norm(
 
 
 @_for_gradients("clip_row_norms(max_norm)")
-@takes_tables("t")
+@takes_tables(like=0)
 def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """Scales down the rows of ``t`` whose own norm exceeds a limit.
 
@@ -191,7 +191,7 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     return _clip_over(t, limit, name=name, axes=tuple(range(first, t.ndim)))
 
 
-@takes_tables("t")
+@takes_tables(like=0)
 def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
     """Scales ``t`` down so that its norm divided by its size is at most a limit.
 
@@ -227,7 +227,7 @@ def clip_by_average_norm(t: Leaf, clip_norm: ArrayLike) -> Any:
 
 
 @_for_gradients("clip(max_delta)")
-@takes_tables("t")
+@takes_tables(like=0)
 def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> Any:
     """Brings every element of ``t`` between two bounds.
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jslices._arguments import check_array
-from jslices._jax import flatten
+from jslices._jax import flatten, takes_tables
 from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
-from jslices._slices import as_array, deduplicated, is_slices, slices_of, takes_tables
+from jslices._slices import as_array, deduplicated, is_slices, slices_of
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf, paths_of
 
