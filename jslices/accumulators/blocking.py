@@ -52,7 +52,10 @@ class ConditionalAccumulatorBase:
         self._turns = Turns(self._store_type, terms)
         if shared_name:  # which lives as long as an accumulator that uses it
             with _shared_lock:
-                self._turns = _shared.setdefault((kind, shared_name), self._turns)
+                other = _shared.get((kind, shared_name))
+                if other is not None and not other.closed:
+                    self._turns = other
+                _shared[kind, shared_name] = self._turns
             if self._turns.terms != terms:
                 raise InvalidArgumentError(
                     f"{kind}(shared_name={shared_name!r}) exists with dtype, shape and "
@@ -94,10 +97,6 @@ class ConditionalAccumulatorBase:
         Accumulators that share the state by name are closed as well; the name becomes
         free.
         """
-        with _shared_lock:
-            for key, turns in list(_shared.items()):
-                if turns is self._turns:
-                    del _shared[key]
         self._turns.close()
 
     def __repr__(self) -> str:
