@@ -4,7 +4,7 @@ The first words of every message are TensorFlow's.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
 import jax
@@ -56,24 +56,24 @@ def partial_shape(
     return tuple(None if n == -1 else n for n in sizes)
 
 
-def whole_number(name: str, value: ArrayLike) -> int:
+def whole_number(
+    name: str,
+    value: ArrayLike,
+    convert: Callable[[Any], int] = int,
+    wanted: str = "a number",
+) -> int:
     """Convert to an int, cutting off a fraction as TensorFlow does for steps."""
     refuse_tracer(name, value)
     try:
-        return int(value)  # type: ignore[arg-type]
+        return convert(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArgumentError(f"{name} wants a number, got {value!r}") from None
+        raise InvalidArgumentError(f"{name} wants {wanted}, got {value!r}") from None
 
 
 def positive(num_required: ArrayLike) -> int:
     """Check the number of gradients that a take requires."""
-    refuse_tracer("num_required", num_required)
-    try:
-        number = operator.index(num_required)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidArgumentError(
-            f"num_required wants a whole number, got {num_required!r}"
-        ) from None
+    wanted = "a whole number"
+    number = whole_number("num_required", num_required, operator.index, wanted)
     if number < 1:
         raise InvalidArgumentError(
             f"Argument num_required must be positive, but was {number}"

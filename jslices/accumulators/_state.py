@@ -166,17 +166,18 @@ class Turns:
         with self._changed:
             if self._drops(step):
                 return
-            if _caller_is_gone():  # it may send this very gradient again
-                raise CancelledError(
-                    "ApplyGrad operation was cancelled: its sender is gone"
-                )
             self.store.add(*gradient)
             self.count += 1
             self._changed.notify_all()
 
+    def _check_open(self, operation: str) -> None:
+        """Refuse what is closed, and who is gone and may send a gradient again."""
+        if self.closed or _caller_is_gone():
+            reason = "it has been closed" if self.closed else "its caller is gone"
+            raise CancelledError(f"{operation} operation was cancelled: {reason}")
+
     def _drops(self, local_step: int) -> bool:
-        if self.closed:
-            raise CancelledError("ApplyGrad operation was cancelled: it has been closed")
+        self._check_open("ApplyGrad")
         if local_step >= self.step:
             return False
         self.stale += 1
@@ -215,12 +216,7 @@ class Turns:
                         f"take_grad waited {timeout} s for {number} gradients; "
                         f"{self.count} have come"
                     )
-                if _caller_is_gone():
-                    raise CancelledError(
-                        "TakeGrad operation was cancelled: its taker is gone"
-                    )
-                if self.closed:
-                    raise CancelledError("TakeGrad operation was cancelled: closed")
+                self._check_open("TakeGrad")
                 check(self.store)
                 taken = self.store, self.count
                 self.store, self.count = self._store_type(self.terms[0]), 0

@@ -33,26 +33,32 @@ class ConditionalAccumulatorBase:
     name: str
     reduction_type: str  #: "MEAN" or "SUM"
     _store_type: type[RowSums] | type[ArraySum]
+    _default_name: str
 
     def __init__(
         self,
         dtype: DTypeLike,
         shape: Sequence[int | None] | None = None,
         shared_name: str | None = None,
-        name: str = "conditional_accumulator",
+        name: str | None = None,
         reduction_type: str = "MEAN",
     ) -> None:
         kind = type(self).__name__
         self.dtype = _gradients.float_dtype(kind, dtype)
         self.shape = _gradients.partial_shape(kind, shape)
+        if self._store_type is RowSums:
+            self.shape = self.shape or None  # there must be rows
         _gradients.REDUCTIONS.check(kind, "reduction_type", reduction_type)
         self.reduction_type = reduction_type
-        self.name = name
+        self.name = self._default_name if name is None else name
         terms = (self.dtype, self.shape, reduction_type)
         self._turns = Turns(self._store_type, terms)
         if shared_name:  # which lives as long as an accumulator that uses it
             with _shared_lock:
-                self._turns = _shared.setdefault((kind, shared_name), self._turns)
+                other = _shared.get((kind, shared_name))
+                if other is not None and not other.closed:
+                    self._turns = other
+                _shared[kind, shared_name] = self._turns
             if self._turns.terms != terms:
                 raise InvalidArgumentError(
                     f"{kind}(shared_name={shared_name!r}) exists with dtype, shape and "
@@ -94,10 +100,6 @@ class ConditionalAccumulatorBase:
         Accumulators that share the state by name are closed as well; the name becomes
         free.
         """
-        with _shared_lock:
-            for key, turns in list(_shared.items()):
-                if turns is self._turns:
-                    del _shared[key]
         self._turns.close()
 
     def __repr__(self) -> str:
@@ -283,18 +285,7 @@ class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
     """
 
     _store_type = RowSums
-
-    def __init__(
-        self,
-        dtype: DTypeLike,
-        shape: Sequence[int | None] | None = None,
-        shared_name: str | None = None,
-        name: str = "sparse_conditional_accumulator",
-        reduction_type: str = "MEAN",
-    ) -> None:
-        sizes = _gradients.partial_shape(type(self).__name__, shape)
-        shape = sizes or None  # there must be rows
-        super().__init__(dtype, shape, shared_name, name, reduction_type)
+    _default_name = "sparse_conditional_accumulator"
 
     def apply_grad(
         self,
@@ -395,15 +386,14 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
     """
 
     _store_type = ArraySum
+    _default_name = "conditional_accumulator"
 
     def apply_grad(
         self, grad: ArrayLike, local_step: int = 0, name: str | None = None
     ) -> None:
         """Adds ``grad``, of the accumulator's shape and dtype, unless it is stale.
 
-        Raises:
-          InvalidArgumentError: for another shape or dtype; nothing has changed.
-          CancelledError: after :meth:`close`.
+        As :meth:`SparseConditionalAccumulator.apply_grad`, errors included.
         """
 
         def prepare() -> tuple[np.ndarray]:

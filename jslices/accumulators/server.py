@@ -29,7 +29,7 @@ from jslices.accumulators._gradients import refuse_tracer
 from jslices.accumulators._messages import pack, unpack
 from jslices.accumulators._state import caller
 from jslices.accumulators.blocking import (
-    ConditionalAccumulator,
+    ConditionalAccumulatorBase,
     RowMethods,
     SparseAccumulatorTakeGradient,
     SparseConditionalAccumulator,
@@ -77,54 +77,37 @@ def _options(seconds: float, more: Options) -> Options:
 
 
 class RemoteObject:
-    """A stand-in for an object of another process, with its public methods."""
-
-    _within: float | None = None  # seconds, for an answer
+    """A stand-in for an object of another process: its public methods and its errors."""
 
     def __init__(self, client: "AccumulatorClient", name: str) -> None:
         self._client, self._name = client, name
-        self._call = functools.partial(client._call, name)
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return functools.partial(self._call, method, self._within)
+        return functools.partial(self._client._call, self._name, method)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} at {self._client.address}>"
 
 
-class RemoteAccumulator(RemoteObject):
-    """A :class:`jslices.accumulators.ConditionalAccumulator` of another process.
-
-    Methods and errors are the same, and those of :func:`connect`.
-    """
-
-    _within = 0.0
-
-    def take_grad(
-        self, num_required: int, name: str | None = None, *, timeout: float | None = None
-    ) -> Any:
-        """As in the accumulator."""
-        return self._call("take_grad", timeout, num_required, timeout=timeout)
-
-
-class RemoteSparseAccumulator(RowMethods, RemoteAccumulator):
-    """The same for a :class:`jslices.accumulators.SparseConditionalAccumulator`."""
+class RemoteSparseAccumulator(RowMethods, RemoteObject):
+    """One for rows: slices become arrays, and arrays slices, in the client."""
 
     def _take_within(
         self, num_required: int, timeout: float | None, **limits: int | None
     ) -> SparseAccumulatorTakeGradient:
-        limits["max_bytes"] = dict(self._client._options)[_LIMIT]
-        taken = self._call("_take_within", timeout, num_required, timeout, **limits)
+        most = dict(self._client._options)[_LIMIT]
+        take = functools.partial(self._client._call, self._name, "_take_within")
+        taken = take(num_required, timeout=timeout, max_bytes=most, **limits)
         return SparseAccumulatorTakeGradient(*taken)
 
 
-#: What messages call a kind of object, its class and that of its stand-ins.
-_KINDS: dict[str, tuple[type, type[RemoteObject]]] = {
-    "sparse": (SparseConditionalAccumulator, RemoteSparseAccumulator),
-    "dense": (ConditionalAccumulator, RemoteAccumulator),
-    "object": (object, RemoteObject),
+#: What messages call a kind of object.
+_KINDS = {
+    "sparse": SparseConditionalAccumulator,
+    "dense": ConditionalAccumulatorBase,
+    "object": object,
 }
 
 
@@ -169,6 +152,10 @@ class AccumulatorServer:
     ) -> None:
         self.token = token
         self._objects = objects
+        self._kinds = {
+            name: next(kind for kind, of in _KINDS.items() if isinstance(thing, of))
+            for name, thing in objects.items()
+        }
         self._server = grpc.server(
             _Threads(),
             handlers=[types.SimpleNamespace(service=self._handler)],
@@ -223,19 +210,13 @@ class AccumulatorServer:
     def _method(self, name: str | None, method: str) -> Any:
         """Look up a method that a client may call."""
         if name is None:  # which objects are served
-            return self._kinds
+            return lambda: self._kinds
         if name not in self._objects:
             raise KeyError(f"{name!r} is not served; there are {sorted(self._objects)}")
         thing = self._objects[name]
         if method.startswith("_") and method != "_take_within":
             raise AttributeError(f"{method!r} of a {type(thing).__name__} is not served")
         return getattr(thing, method)
-
-    def _kinds(self) -> dict[str, str]:
-        return {
-            name: next(kind for kind, (of, _) in _KINDS.items() if isinstance(thing, of))
-            for name, thing in self._objects.items()
-        }
 
 
 def _listen(server: Any, address: str, credentials: Any) -> str:
@@ -376,14 +357,15 @@ class AccumulatorClient:
         self._process = os.getpid()
         self._lock = threading.Lock()  # of the channel
         self._channel = self._new_channel()
-        self._kinds: dict[str, str] = self._call(None, "kinds", 0.0)
+        self._kinds: dict[Any, str] = {}  # but for the call that asks for them
+        self._kinds = self._call(None, "kinds")
 
     def __getitem__(self, name: str) -> Any:
         """The stand-in for the object of that name: same methods, same errors."""
         if name not in self._kinds:
             raise KeyError(f"{name!r} is not served; there are {sorted(self._kinds)}")
-        _, stand_in = _KINDS[self._kinds[name]]
-        return stand_in(self, name)
+        has_rows = self._kinds[name] == "sparse"
+        return (RemoteSparseAccumulator if has_rows else RemoteObject)(self, name)
 
     def __reduce__(self) -> Any:
         """For a process that is being started; nothing else may hold the token."""
@@ -396,15 +378,9 @@ class AccumulatorClient:
         return grpc.secure_channel(self.address, self._credentials or local, self._options)
 
     def _call(
-        self,
-        name: str | None,
-        method: str,
-        within: float | None,
-        /,
-        *arguments: object,
-        **options: object,
+        self, name: str | None, method: str, /, *arguments: object, **options: Any
     ) -> Any:
-        """Have a method called, which answers within so many seconds, or may wait."""
+        """Have a method called."""
         for argument in (*arguments, *options.values()):
             refuse_tracer(f"an argument of {method}", argument)
         request = pack([name, method, list(arguments), options])
@@ -414,8 +390,13 @@ class AccumulatorClient:
                 "start it with multiprocessing.get_context('spawn')"
             )
         self._check_owner()
-        if within is not None:
-            within = max(0.0, within) + self.timeout + len(request) / _SLOWEST
+        within = 0.0
+        if self._kinds.get(name) == "object":  # whose methods may wait for ever
+            within = math.inf
+        elif method in ("take_grad", "_take_within"):
+            timeout = options.get("timeout")
+            within = math.inf if timeout is None else max(0.0, timeout)
+        within += self.timeout + len(request) / _SLOWEST
         channel = self._channel
         metadata = [("authorization", f"Bearer {self._token}")] if self._token else None
         try:
@@ -430,13 +411,13 @@ class AccumulatorClient:
             raise _error(*problem)
         return result
 
-    def _wait(self, call: Any, channel: Any, within: float | None) -> bytes:
+    def _wait(self, call: Any, channel: Any, within: float) -> bytes:
         """Wait for an answer, unless another call has given the channel up.
 
         At a Unix socket whose buffer a frozen server does not empty, neither a deadline of
         gRPC nor a ping nor the end of the channel ends a call.
         """
-        end = math.inf if within is None else time.monotonic() + within
+        end = time.monotonic() + within
         while True:
             left = end - time.monotonic()
             try:
