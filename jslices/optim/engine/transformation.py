@@ -70,7 +70,8 @@ def transformation(
 def _averaging(state_type: Any) -> Any:
     """The state of an optimizer that keeps an average as well: the same class each time."""
     names = dict.fromkeys((*state_type._fields, "clock", "ema"))
-    kind: Any = collections.namedtuple(state_type.__name__, names, defaults=names.values())
+    make: Any = collections.namedtuple  # mypy wants literal names
+    kind = make(state_type.__name__, names, defaults=names.values())
     kind.__reduce__ = lambda state: (_unpickled, (state_type, *state))
     return kind
 
