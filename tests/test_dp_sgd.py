@@ -1,5 +1,7 @@
 """dp_sgd: the distribution is that of dense DP-SGD, whatever rows are read when."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,14 +86,19 @@ def test_without_noise_it_is_sgd_of_clipped_sums():
         return jax.vmap(grad(loss), in_axes=(None, 0))(table, ids)
 
     tx, other = make(decaying, 0.0), js.sgd(decaying)
+
+    @fast_jit
+    def both(table, state, wanted, plain, ids):
+        table, state = tx.catch_up(table, state, ids)
+        total, _ = js.per_example_global_norm_clip(each(js.grad, table, ids), CLIP)
+        dense, _ = optax.per_example_global_norm_clip(each(jax.grad, wanted, ids), CLIP)
+        moved = tx.apply(total, state, table)
+        return *moved, *other.apply(dense / BATCH, plain, wanted)
+
     table = wanted = jnp.ones((V, 2))
     state, plain = tx.init(table), other.init(table)
     for ids in IDS.reshape(3, BATCH, 3):
-        table, state = tx.catch_up(table, state, ids)
-        total, _ = js.per_example_global_norm_clip(each(js.grad, table, ids), CLIP)
-        table, state = tx.apply(total, state, table)
-        dense, _ = optax.per_example_global_norm_clip(each(jax.grad, wanted, ids), CLIP)
-        wanted, plain = other.apply(dense / BATCH, plain, wanted)
+        table, state, wanted, plain = both(table, state, wanted, plain, ids)
     np.testing.assert_array_equal(tx.flush(table, state)[0], table)
     assert_close(table, wanted)
 
@@ -156,11 +163,16 @@ def test_peek_and_the_step_after_it_agree():
         tx, table, tx.init(table), [[1], [2, 2]], lambda p, i: nothing(i, p.shape)
     )
     ids = jnp.array([4, 2, 4, 1])
-    grads = nothing(ids, table.shape)
-    caught, later = tx.catch_up(table, state, ids)
-    assert_close(tx.peek(table, state, ids), caught[ids], 0, 1e-6)
-    wanted, _ = tx.apply(grads, later, caught)
-    assert_close(tx.apply(grads, state, table, peeked=True)[0], wanted, 0, 1e-6)
+
+    @fast_jit
+    def both(table, state):
+        grads = nothing(ids, table.shape)
+        caught, later = tx.catch_up(table, state, ids)
+        wanted = caught[ids], tx.apply(grads, later, caught)[0]
+        got = tx.peek(table, state, ids), tx.apply(grads, state, table, peeked=True)[0]
+        return got, wanted
+
+    assert_close(*both(table, state), 0, 1e-6)
 
 
 def test_a_checkpoint_in_between(tmp_path):
@@ -190,11 +202,45 @@ def test_the_same_noise_in_any_program(height):
         table, state = tx.apply(nothing(ids[::2], table.shape), state, table)
         return tx.flush(table, state)[0]
 
-    wanted = fast_jit(steps)(table, ids)
-    assert_close(fast_jit(steps)(table, jnp.flip(ids)), wanted, 0, 1e-6)
+    step = fast_jit(steps)
+    wanted = step(table, ids)
+    assert_close(step(table, jnp.flip(ids)), wanted, 0, 1e-6)
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), (jax.sharding.AxisType.Auto,))
     split = jax.device_put(table, jax.NamedSharding(mesh, jax.P("x")))
     assert_close(jax.jit(steps)(split, ids), wanted, 0, 1e-6)
+
+
+def test_parts_of_a_tree_and_split_tables_get_the_same_noise():
+    """Behind a clip, stepped apart, and on a mesh with Explicit axes."""
+    params = {"table": jnp.ones((16, 3)), "w": jnp.ones(3)}
+    parts = {"sparse": make(), "dense": make()}
+    transformations = {
+        "alone": make(),
+        "chain": js.optim.chain(js.optim.clip(1e9), make()),
+        "partition": js.optim.partition(parts, {"table": "sparse", "w": "dense"}),
+    }
+
+    def steps(tx, params, ids):
+        params, state = tx.catch_up(params, tx.init(params), {"table": ids, "w": None})
+        grads = {"table": nothing(ids, (16, 3)), "w": jnp.zeros(3)}
+        return tx.flush(*tx.apply(grads, state, params))[0]
+
+    run = {k: functools.partial(steps, tx) for k, tx in transformations.items()}
+    ids = jnp.array([3, 9, 3])
+    wanted, *others = fast_jit(lambda *x: [f(*x) for f in run.values()])(params, ids)
+    for got in others:
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), (jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = {"table": jax.P("x"), "w": jax.P()}
+        got = fast_jit(run["alone"])(
+            jax.device_put(params, specs), jax.reshard(ids, jax.P())
+        )
+    assert_close(got, wanted, 0, 1e-6)
+    loss = lambda params, ids: params["table"][ids].sum()  # noqa: E731
+    for tx in transformations.values():
+        with pytest.raises(ValueError, match="no example is clipped"):
+            jax.eval_shape(js.train_step(loss, tx), params, tx.init(params), ids)
 
 
 def test_devices_of_a_shard_map_draw_their_own():
@@ -213,9 +259,6 @@ def test_devices_of_a_shard_map_draw_their_own():
 def test_refusals(tmp_path):
     table = jnp.ones((V, 2))
     tx = make()
-    step = js.optim.exact_step(loss, tx)
-    with pytest.raises(ValueError, match="no example is clipped"):
-        step(table, tx.init(table), jnp.array([1, 2]))
     with pytest.raises(ValueError, match="never get noise"):
         js.HostTable((V, 2), tx)
     with pytest.raises(TypeError, match="numbers of Python"):

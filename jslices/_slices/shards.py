@@ -113,7 +113,7 @@ def each_shard(
     ) -> Any:
         first = number[0].astype(indices.dtype) * height
         numbers = placement.by_device(canonical_indices(indices, beyond), sizes) - first
-        mine = slices.of(values, numbers, (*own, *row), here)
+        mine = slices.of(values, canonical_indices(numbers, height), (*own, *row), here)
 
         def in_whole(numbers: jax.Array) -> jax.Array:
             return placement.in_whole(numbers + first.astype(numbers.dtype), sizes)

@@ -23,7 +23,7 @@ from jslices._jax import flatten, varying_axes
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
 from jslices._rows import access
-from jslices._rows.sums import number_by_runs
+from jslices._rows.sums import number_by_first, number_by_runs
 from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.missed import MissedSteps
@@ -59,7 +59,11 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
         run = jnp.append(run, 1)
     last = [row_like(p, 0, jnp.int32) for p in leaves]
     snapshot = [
-        tuple(row_like(p, x, _float_like(p)) for x in _missed(rule).snapshots(start, run))
+        tuple(
+            row_like(p, x, _float_like(p))
+            for part in _missed(rule).parts
+            for x in part.around(start, run).before
+        )
         for rule, p in zip(rules, leaves, strict=True)
     ]
     noise = _missed(rules[0]).noise if rules else None
@@ -122,7 +126,7 @@ def _float_like(p: Any) -> np.dtype:
 
 def next_clock(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
     """The clock with the run of the step that follows ``count`` steps."""
-    return clock._replace(run=_missed(rule).advanced(clock.run, next_count(count)))
+    return clock._replace(run=_missed(rule).around(count, clock.run).run)
 
 
 def with_clock(
@@ -139,17 +143,21 @@ def with_clock(
     one.
     """
     step, steps, (*_, run, key) = next_count(count), _missed(rule), clock
-    snapshot, average = steps.snapshots(step, run), steps.average
+    snapshot = [x for part in steps.parts for x in part.around(count, run).after]
+    average = steps.average
 
     def timed(
         shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array
     ) -> tuple[jax.Array, ...]:
-        before = None
-        if missed is not None:
-            before, *later = missed.func(shared, g, p, *rest)
-            rest = (*rest[: len(rest) - len(later)], *later)
-            p = (p + before).astype(p.dtype)
         names, arrays, last, old = _clock_apart(rest, len(snapshot), key)
+        stays = never_moves(last)
+        moves, held, before = ~stays, last < 0, None
+        if missed is None:
+            moves &= last_done(last) == count
+        else:  # which frees them
+            before, *later = missed.func(shared, g, p, *rest)
+            p, arrays = (p + before).astype(p.dtype), later[: len(arrays)]
+            held = jnp.zeros_like(held)
         if average is not None:
             *arrays, mean = arrays
         update, *new = kernel(g, p, *arrays)
@@ -157,12 +165,10 @@ def with_clock(
             variance = steps.pace(step[None], run.dtype)[0]
             update += _noise(steps, key, names, count, step, variance, update)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
-        stays = never_moves(last)
         wrong = jnp.where(per_row(stays, update), -0.0, jnp.nan)
-        moves = (last_done(last) == count) & ~stays
         update = access.where_rows(moves, update, wrong.astype(update.dtype))
         if average is not None:  # to where held rows are
-            now = p + access.where_rows(last >= 0, update, jnp.zeros((), update.dtype))
+            now = p + access.where_rows(~held, update, jnp.zeros((), update.dtype))
             new.append(decayed(mean, now, average).astype(mean.dtype))
         if before is not None:
             update = (before + update).astype(update.dtype)
@@ -322,16 +328,17 @@ def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.A
         return _caught_up(kernel, old)[0]
     axes = behind.row_axes
     num_rows = access.rows_numbered(old[0].shape, axes)
-    if boundary.platform_of(*old) == "tpu":
-        # It reads each row once, as the step does that follows.
-        indices, numbers = number_by_runs(behind.indices, num_rows)
+    # As the step that follows numbers them, so that XLA finds that it reads and moves the
+    # same rows, and does both once.
+    indices = access.canonical_indices(behind.indices, num_rows)
+    if boundary.platform_of(*old) == "cpu":
+        indices, numbers, _ = number_by_first(indices, num_rows, len(indices), False)
+        numbers = jnp.minimum(numbers, len(numbers) - 1)
     else:
-        indices, numbers = access.canonical_indices(behind.indices, num_rows), None
+        indices, numbers = number_by_runs(behind.indices, num_rows)
     rows = _caught_up(kernel, read_rows(old, indices, axes))[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
-    if numbers is None:
-        return rows
     return access.take_rows(rows, numbers, mode="promise_in_bounds")
 
 
@@ -341,9 +348,10 @@ def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
     Of frozen rows they change the state alone.
     """
     steps, (*_, run, key) = _missed(rule), clock
-    each = [steps] if steps.average is None else [steps, steps.faded]
-    tables = [(x.table(count, run), x.after_each(run.dtype)) for x in each]
-    now, width = steps.snapshots(count, run), len(steps.snapshot(count, run))
+    around = [part.around(count, run) for part in steps.parts]
+    pairs = zip(around, steps.parts, strict=True)
+    tables = [(x.table, part.after_each(run.dtype)) for x, part in pairs]
+    now, width = [y for x in around for y in x.before], len(around[0].before)
 
     # A step of rows calls it in several places: it is traced once for each shape.
     @functools.partial(jax.jit, inline=True)
@@ -360,7 +368,7 @@ def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
         moves = late & (done == last)
 
         def advanced(number: int, p: jax.Array, kept: Sequence[jax.Array]) -> Any:
-            missed = each[number].missed(count, run, tables[number], done, kept)
+            missed = steps.parts[number].missed(count, run, tables[number], done, kept)
             numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
             missed = numbers._replace(steps=missed.steps)
             missed = jax.tree.map(
@@ -443,13 +451,11 @@ def _now(
     The new value depends on the old one on purpose: XLA may otherwise write it before it
     has read the rows, and copies the whole arrays for that.
     """
-    done = last_done(last)
-    behind = done <= step
-    news = (
-        jnp.where(behind, new.astype(x.dtype), x)
+    news = (  # but for NaN they are new
+        jnp.where(x == x, new.astype(x.dtype), x)
         for new, x in zip(snapshot, old, strict=True)
     )
-    done = jnp.maximum(done, step)
+    done = jnp.maximum(last_done(last), step)
     return jnp.where(never_moves(last), FROZEN - done, done), *news
 
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._place import boundary
 from jslices._typing import Arrays, PyTree, Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first, and how much of a square
@@ -64,9 +65,18 @@ class Missed(NamedTuple):
     """Sums over the missed steps of some rows, one number a row: ``[n, 1, ...]``."""
 
     steps: jax.Array  #: the number of steps, int32.
-    sums: jax.Array  #: one for each series, or two steps: ``[series, n, 1, ...]``.
+    sums: Arrays  #: one for each series, or two steps.
     decay: Any  #: what weight decay adds to the row, as a share of it; 0.0 without.
     run: Any  #: the sum of log(1 - lr * weight_decay), or of lr without weight decay.
+
+
+class Around(NamedTuple):
+    """What all rows share in a step."""
+
+    table: jax.Array  #: sums over the last 0, 1, ... steps, a window: ``[series, steps]``.
+    before: Arrays  #: what is kept with a row that has done all steps before it.
+    after: Arrays  #: what is kept with a row that has done it.
+    run: jax.Array  #: the run after it.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,16 +124,18 @@ class MissedSteps:
         return isinstance(self.learning_rate, jax.Array) and not self.decays
 
     @property
+    def _is_scheduled(self) -> bool:
+        return callable(self.learning_rate) or callable(self.weight_decay)
+
+    @property
     def keeps_run(self) -> bool:
         """Whether how far the schedule has run must be kept with each row."""
-        scheduled = callable(self.learning_rate) or callable(self.weight_decay)
-        scheduled |= self.average is not None
-        return scheduled and (self.run or self.decays)
+        changes = self._is_scheduled or self.average is not None
+        return changes and (self.run or self.decays)
 
     def keeps_series(self, dtype: np.dtype) -> bool:
         """Whether tail sums must be kept with each row."""
-        scheduled = callable(self.learning_rate) or callable(self.weight_decay)
-        long = scheduled or self._settled(dtype) > MOST_STEPS
+        long = self._is_scheduled or self._settled(dtype) > MOST_STEPS
         return long and bool(self.series)
 
     def pace(self, steps: Steps, dtype: np.dtype) -> Any:
@@ -134,40 +146,63 @@ class MissedSteps:
         log1p = np.log1p if isinstance(steps, np.ndarray) else jnp.log1p
         return log1p(-rates * _at_each(self.weight_decay, steps, dtype))
 
-    def advanced(self, run: jax.Array, step: jax.Array) -> jax.Array:
-        """``run`` after one more step: a sum of two numbers, as small steps are many."""
-        if not self.keeps_run:
-            return run
-        high, low = run[0], run[1]
-        more = self.pace(step[None], run.dtype)[0] + low
-        total = high + more
-        kept = total - high
-        new = [total, (high - (total - kept)) + (more - kept)]
-        if self.average is not None:
-            new.append(1 - self.average + self.average * run[2] * jnp.exp(high - total))
-        return jnp.stack(new)
-
     @_compiled_method
-    def snapshot(self, count: jax.Array, run: jax.Array) -> Arrays:
-        """The numbers kept with a row that has done ``count`` steps."""
-        kept = tuple(self._tails(count, run)) if self.keeps_series(run.dtype) else ()
-        return (*kept, *run) if self.keeps_run else kept
+    def around(self, count: jax.Array, run: jax.Array) -> Around:
+        """What all rows share in the step that follows ``count`` steps.
+
+        The steps before and after it are evaluated together, once: XLA compiles a schedule,
+        powers and sums as slowly as all that is done to the rows of a table.
+        """
+        dtype, width = run.dtype, self._window(run.dtype)
+        back = np.arange(width, dtype=np.int32)
+        ahead = np.arange(1, 2 + width * self.keeps_series(dtype), dtype=np.int32)
+        steps = jnp.maximum(count + np.append(-back, ahead), 1)
+        paces, sums = self.pace(steps, dtype), jnp.zeros((0, 1), dtype)
+        if self.series:
+            terms = self._terms(jnp, steps, dtype)
+            if self.decays:
+                terms = terms * self._shares(steps, run, width)[None]
+            heads = jnp.where((back < count)[None], terms[:, :width], 0)
+            heads = jnp.cumsum(heads * self._powers(-back, dtype), axis=1)
+            sums = jnp.pad(heads * self._powers(back + 1, dtype), ((0, 0), (1, 0)))
+            if self.keeps_series(dtype):  # what is to come after this step and before it
+                now = jnp.sum(terms[:, width:] * self._powers(ahead, dtype), axis=1)
+                powers = self._powers(ahead[1:] - 1, dtype)
+                later = jnp.sum(terms[:, width + 1 :] * powers, axis=1)
+                if self.decays:
+                    later = later * jnp.exp(paces[width])
+                sums = jnp.append(sums, jnp.stack([now, later], axis=1), axis=1)
+            sums = self._summed_up(jnp, sums, dtype)
+        kept = [tuple(sums[:, i]) if self.keeps_series(dtype) else () for i in (-2, -1)]
+        if not self.keeps_run:
+            return Around(sums, kept[0], kept[1], run)
+        # A sum of two numbers, as small steps are many.
+        more = paces[width] + run[1]
+        total = run[0] + more
+        part = total - run[0]
+        new = [total, (run[0] - (total - part)) + (more - part)]
+        if self.average is not None:
+            new.append(1 - self.average + self.average * run[2] * jnp.exp(run[0] - total))
+        return Around(sums, (*kept[0], *run), (*kept[1], *new), jnp.stack(new))
+
+    def _shares(self, steps: jax.Array, run: jax.Array, width: int) -> jax.Array:
+        """What decay leaves until now of what moved in each of ``steps``.
+
+        The first ``width`` of them are the last ones, backwards. As many times as much has
+        to move in each of the others, which come next.
+        """
+        paces = self.pace(steps, run.dtype)
+        far = jnp.cumsum(paces)
+        is_back = np.arange(paces.size) < width
+        return jnp.exp(jnp.where(is_back, far - paces, far[width - 1] - far))
 
     @functools.cached_property
-    def faded(self) -> "_Faded":
-        """What the same steps do to the average."""
+    def parts(self) -> "tuple[MissedSteps, ...]":
+        """These steps, and what they do to an average."""
+        if self.average is None:
+            return (self,)
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        return _Faded(**fields, own=self)
-
-    def snapshots(self, count: jax.Array, run: jax.Array) -> Arrays:
-        """:meth:`snapshot`, and that of :attr:`faded` for an average."""
-        kept = self.snapshot(count, run)
-        return kept if self.average is None else kept + self.faded.snapshot(count, run)
-
-    @_compiled_method
-    def table(self, count: jax.Array, run: jax.Array) -> jax.Array:
-        """For each series its sums over the last 0, 1, ... steps: ``[series, steps]``."""
-        return self._head_sums(count, run) if self.series else jnp.zeros((0, 1))
+        return self, _Faded(**fields, own=self)
 
     def missed(
         self,
@@ -179,8 +214,8 @@ class MissedSteps:
     ) -> Missed:
         """The missed steps of rows, from the ``last`` step ``[n]`` of each.
 
-        ``tables`` are :meth:`table` and :meth:`after_each`; ``snapshot`` is what was kept
-        with the rows then, ``[n]`` each.
+        ``tables`` are :attr:`Around.table` and :meth:`after_each`; ``snapshot`` is what was
+        kept with the rows then, ``[n]`` each.
         """
         table, after_each = tables
         steps = count - last
@@ -190,29 +225,24 @@ class MissedSteps:
         else:
             since = steps * self.pace(jnp.ones((1,), jnp.int32), run.dtype)[0]
         decay = jnp.expm1(since) if self.decays else jnp.zeros_like(since)
-        if not self.series:
-            return Missed(steps, jnp.zeros((0, *steps.shape), run.dtype), decay, since)
-        if self.keeps_series(run.dtype):
-            tails = jnp.stack(list(snapshot[: len(self.series)]))
-        else:
-            tails = _read(after_each, last)
-        is_near = (steps <= self._window(run.dtype))[None]
-        sums = jnp.where(
-            is_near, _read(table, steps), self._scaled((1 + decay)[None], tails)
-        )
+        sums: Arrays = ()
+        if self.series:
+            kept = snapshot[: len(self.series)]
+            tails = kept if self.keeps_series(run.dtype) else _read(after_each, last)
+            tails = self._scaled(1 + decay, tails)
+            is_near = steps <= self._window(run.dtype)
+            near = _read(table, steps)
+            sums = tuple(jnp.where(is_near, *x) for x in zip(near, tails, strict=True))
         if self._is_factor:
             factors = [x.times_learning_rate for x in self.series]
             sums = self._scaled(self.learning_rate, sums, factors)
         return Missed(steps, sums, decay, since)
 
-    def _scaled(
-        self, factor: Any, sums: jax.Array, which: Sequence[bool] = ()
-    ) -> jax.Array:
-        """The sums ``[series, n]`` of terms that are so many times as large."""
+    def _scaled(self, factor: Any, sums: Any, which: Sequence[bool] = ()) -> Arrays:
+        """The sums ``[n]`` of terms that are so many times as large."""
         which = (True, True, False, False) if self.by_two_steps else which
-        if not which or all(which):
-            return factor * sums
-        return jnp.where(np.reshape(which, (-1, *[1] * (sums.ndim - 1))), factor, 1) * sums
+        scales = which or [True] * len(self.series)
+        return tuple(factor * x if y else x for x, y in zip(sums, scales, strict=True))
 
     def _summed_up(self, xp: Any, sums: Any, dtype: np.dtype) -> Any:
         """What rows are told of their sums ``[series, ...]``."""
@@ -229,29 +259,11 @@ class MissedSteps:
         ]
         return xp.stack(terms)
 
-    def _powers(self, exponents: jax.Array, dtype: np.dtype) -> jax.Array:
-        """``[series, exponents]``: powers of the ratio of each."""
-        ratios = jnp.asarray([[x.ratio] for x in self.series], dtype)
-        return _powers(ratios, exponents[None], dtype)
-
-    def _left(self, steps: jax.Array, run: jax.Array) -> jax.Array:
-        """What decay left of what moved in each of ``steps``, from the last one back."""
-        paces = self.pace(steps, run.dtype)
-        return jnp.exp(jnp.cumsum(paces) - paces)
-
-    def _ahead(self, steps: jax.Array, run: jax.Array) -> jax.Array:
-        """As many times as much has to move in each of the next ``steps``."""
-        return jnp.exp(-jnp.cumsum(self.pace(steps, run.dtype)))
-
-    def _tails(self, count: jax.Array, run: jax.Array) -> jax.Array:
-        """``[series]``: what is still to come after ``count`` steps."""
-        dtype = run.dtype
-        ahead = jnp.arange(1, self._window(dtype) + 1, dtype=jnp.int32)
-        steps = count + ahead
-        terms = self._terms(jnp, steps, dtype) * self._powers(ahead, dtype)
-        if self.decays:
-            terms = terms * self._ahead(steps, run)[None]
-        return self._summed_up(jnp, jnp.sum(terms, axis=1), dtype)
+    def _powers(self, exponents: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """``[series, *exponents]``: powers of the ratio of each."""
+        with np.errstate(over="ignore"):  # of what a window much longer than its own has
+            powers = np.stack([float(x.ratio) ** exponents for x in self.series])
+            return powers.astype(dtype)
 
     def _window(self, dtype: np.dtype) -> int:
         """The number of terms of the series that are not negligible."""
@@ -262,7 +274,7 @@ class MissedSteps:
         return max((_steps_to_vanish(x.settles, dtype) for x in self.series), default=0)
 
     def after_each(self, dtype: np.dtype) -> jax.Array:
-        """:meth:`_tails` after 0, 1, ... steps without a schedule: ``[series, steps]``."""
+        """What is to come after 0, 1, ... steps, if not scheduled: ``[series, steps]``."""
         if self.keeps_series(dtype) or not self.series:
             return jnp.zeros((0, 1))
         numbers = (self.learning_rate, self.weight_decay)
@@ -280,7 +292,7 @@ class MissedSteps:
         return functools.cache(lambda dtype: self._tail_sums(np, dtype).astype(dtype))
 
     def _tail_sums(self, xp: Any, dtype: np.dtype) -> Any:
-        """``[series, steps]``: :meth:`_tails` after 0, 1, ... steps, by NumPy or JAX."""
+        """:meth:`after_each`, by NumPy or JAX."""
         wide = np.float64 if xp is np else dtype
         reach = 1 << (2 * self._window(dtype) - 1).bit_length()
         steps = xp.arange(1, self._settled(dtype) + reach + 1, dtype=np.int32)
@@ -292,18 +304,6 @@ class MissedSteps:
             sums = sums[:, :-ahead] + factors * sums[:, ahead:]
             factors, ahead = factors * factors, 2 * ahead
         return self._summed_up(xp, sums, dtype)
-
-    def _head_sums(self, count: jax.Array, run: jax.Array) -> jax.Array:
-        """``[series, steps]``, by one cumulative sum."""
-        dtype = run.dtype
-        back = jnp.arange(self._window(dtype), dtype=jnp.int32)
-        steps = jnp.maximum(count - back, 1)
-        left = (back < count).astype(dtype)
-        if self.decays:
-            left = left * self._left(steps, run)
-        terms = self._terms(jnp, steps, dtype) * self._powers(-back, dtype)
-        sums = jnp.cumsum(terms * left[None], axis=1) * self._powers(back + 1, dtype)
-        return self._summed_up(jnp, jnp.pad(sums, ((0, 0), (1, 0))), dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -327,20 +327,15 @@ class _Faded(MissedSteps):
     def pace(self, steps: Steps, dtype: np.dtype) -> Any:
         return _at_each(math.log(self.average), steps, dtype)  # type: ignore[arg-type]
 
-    def _left(self, steps: jax.Array, run: jax.Array) -> jax.Array:
-        fade, d = super()._left(steps, run), self.own.average
+    def _shares(self, steps: jax.Array, run: jax.Array, width: int) -> jax.Array:
+        fade, d = super()._shares(steps, run, width), self.own.average
         if not self.own.decays:
             return fade
-        own = self.own._left(steps, run)
-        return own * (run[2] - (1 - d) * jnp.cumsum(fade / own)) / d
-
-    def _ahead(self, steps: jax.Array, run: jax.Array) -> jax.Array:
-        fade, d = super()._ahead(steps, run), self.own.average
-        if not self.own.decays:
-            return fade
-        own = self.own._ahead(steps, run)
+        own = self.own._shares(steps, run, width)
         pulls = (1 - d) * fade / own
-        return own * (run[2] + jnp.cumsum(pulls) - pulls) / d
+        back, ahead = jnp.cumsum(pulls[:width]), jnp.cumsum(pulls[width:])
+        pull = jnp.append(run[2] - back, run[2] + ahead - pulls[width:])
+        return own * pull / d
 
 
 def momentum_series(b1: Scalar, nesterov: bool = False, corrected: bool = True) -> Series:
@@ -423,9 +418,11 @@ def _at_each(value: Scalar | Schedule, steps: Steps, dtype: np.dtype) -> Any:
 def _read(table: jax.Array, steps: jax.Array) -> jax.Array:
     """The numbers ``[series, n]`` in columns of a table, whose last goes on for ever.
 
-    Each series by itself: of all together a TPU would read a tile for each number.
+    Each series by itself on a TPU, which of all together would read a tile for each number.
     """
     near = jnp.minimum(steps, table.shape[1] - 1)
+    if boundary.platform_of(table) != "tpu":
+        return table.at[:, near].get(mode="promise_in_bounds")
     return jnp.stack([x.at[near].get(mode="promise_in_bounds") for x in table])
 
 

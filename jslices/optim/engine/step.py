@@ -292,7 +292,8 @@ def execute(
             values, indices, num_rows, plan.capacity, order=order
         )
     else:
-        indices = access.canonical_indices(indices, num_rows)
+        if not distinct:  # else they are what a sum gave, or each_shard
+            indices = access.canonical_indices(indices, num_rows)
         here = jnp.arange(1, indices.shape[0] + 1, dtype=jnp.int32)
         empty = access.empty_index(num_rows, indices.dtype)
         present = jnp.max(jnp.where(indices < empty, here, 0), initial=0)

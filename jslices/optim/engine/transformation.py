@@ -184,7 +184,7 @@ class _RuleOnTrees:
         if self.rule.missed is not None:
             clock = exact.next_clock(state.clock, state.count, self.rule)
             new = state._replace(clock=clock)
-        kernel_of = self._kernels(state, new)
+        kernel_of = self._kernels(state)
         for path, rule, grad, arrays, param, *kind in zip(
             protocol.paths_of(tree),
             self._rules(params, tree),
@@ -204,11 +204,10 @@ class _RuleOnTrees:
         stepped = tree.unflatten([x for x, _ in results])
         return stepped, new._replace(count=next_count(state.count))
 
-    def _kernels(self, state: State, new: State) -> Callable[[Rule, bool, bool], Kernel]:
+    def _kernels(self, state: State) -> Callable[[Rule, bool, bool], Kernel]:
         """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
-        ``new`` is the state with the clock of this step.
         """
         step, missed_by = Step(state.count), self._missed(state)
 
@@ -218,7 +217,7 @@ class _RuleOnTrees:
             if rule.missed is None:
                 return kernel
             missed = missed_by(rule) if is_peeked else None
-            return exact.with_clock(kernel, rule, state.count, new.clock, missed)
+            return exact.with_clock(kernel, rule, state.count, state.clock, missed)
 
         return kernel_of
 

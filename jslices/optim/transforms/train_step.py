@@ -22,6 +22,7 @@ from jslices._place.boundary import mesh_of, platform_of
 from jslices._place.hints import hint_once
 from jslices._slices import IndexedSlices
 from jslices._typing import Params, PyTree, State
+from jslices.optim.engine.catch_up import CHUNK_ELEMENTS
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
 
@@ -73,11 +74,11 @@ def train_step(
     parameters go downhill: JAX's gradients by them are conjugated.
 
     Cost: a gradient and a step of the rows that are read; ``fun`` is traced once. An exact
-    optimizer also reads ``K * D`` elements of the table and of its state before the loss
-    (:meth:`GradientTransformation.peek`); a TPU reads each row once. Rows catch up before,
-    and are written twice, where a step is a pass over the table, on a mesh, outside of
-    ``jit``, and by optimizers that cannot peek. An array that catches up as a whole is read
-    and written if any of its rows is behind.
+    optimizer reads rows and their state before the loss, and XLA reads them once for the
+    step as well. Rows catch up before, and are written twice, where a step is a pass over
+    the table, on a mesh, outside of ``jit``, and by optimizers that cannot peek. An array
+    that the call uses as a whole does its missed steps in the step, whether there are any
+    or not; one of more than 2**18 elements catches up before, if any row of it is behind.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -138,10 +139,12 @@ def train_step(
                 leaves = call.tree.flatten_up_to((now,))
                 taken = {i: x for i, x in enumerate(leaves) if x is not None}
                 (peeked["peeked"],) = call.tree.unflatten(aside)
+                whole = {i: taken.pop(i) for i in [*taken] if rows[i] is True}
+                read = (whole.get(i, p) for i, p in enumerate(call.primals))
+                call = call.at(*call.tree.unflatten(read))
         value, aux, (grads,) = differentiated(call, planned, taken=taken)
         if any(map(jnp.iscomplexobj, call.primals)):
             grads = tree.map(lambda g: g.conj(), grads)
-        state = _after(value, state) if taken else state
         params, state = tx.apply(grads, state, params, value=value, exact=True, **peeked)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
@@ -153,34 +156,19 @@ def _ids(rows: IndexedSlices | bool | None) -> PyTree:
     return leaf_ids(rows) if isinstance(rows, IndexedSlices) else rows
 
 
-def _after(value: jax.Array, state: State) -> State:
-    """The state, whose counts are not known before the value of the loss.
-
-    Rows read aside read their clocks, and the step writes these, from counts alone. XLA:CPU
-    copies the whole ``[V]`` of a clock, twice, where nothing tells which comes first, and
-    drops ``optimization_barrier`` before it asks (jax 0.10.2). No value exceeds infinity,
-    but XLA does not know that.
-    """
-    none = jnp.where(value > jnp.inf, 1, 0)
-
-    def later(x: Any) -> Any:
-        is_count = jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer)
-        return x + none.astype(x.dtype) if is_count else x
-
-    return jax.tree.map(later, state)
-
-
 def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
-    """Whether XLA sees all that the call does to rows of a leaf, on one device.
+    """Whether XLA sees all that the call does to a small array or rows, on one device.
 
     Not those of a pass over the table: the missed steps of a row are read from the state
     that they overwrite, and a pass would copy the whole of it for that.
     """
-    if not isinstance(rows, IndexedSlices) or rows.facts.placement is not None:
+    aval, row_bytes = planned.leaves[leaf].aval, planned.leaves[leaf].row_bytes
+    if planned.eager or mesh_of(aval) is not None:
         return False
-    table = planned.leaves[leaf]
-    count, num_rows = rows.indices.shape[0], table.table_shape[0]
-    if planned.eager or mesh_of(table.aval) is not None or is_symbolic(count + num_rows):
+    if not isinstance(rows, IndexedSlices):
+        return rows is True and aval.size <= CHUNK_ELEMENTS
+    count, num_rows = rows.indices.shape[0], planned.leaves[leaf].table_shape[0]
+    if rows.facts.placement is not None or is_symbolic(count + num_rows):
         return False
-    enough = entries_of_a_pass(num_rows, table.row_bytes, False, platform_of(table.aval))
+    enough = entries_of_a_pass(num_rows, row_bytes, False, platform_of(aval))
     return 0 < count < enough
