@@ -400,6 +400,8 @@ def test_what_wants_the_whole_array_says_so():
     for key, text in ((None, "used whole"), ((IDS % V, IDS % D), r"\[\.\.\., columns\]")):
         with pytest.raises(js.DenseUseError, match=text):
             jax.grad(lambda t, key=key: t[key].sum())(t)
+    explained = js.explain(lambda t: t[IDS].sum() + t.sum())
+    assert explained(t) == explained(experimental.arrays(t))
     with pytest.raises(TypeError, match=r"int32\[3\]; leave it an array"):
         experimental.table(jnp.arange(3))
     for bad in ({"room": 0}, {"row_axes": 3}):

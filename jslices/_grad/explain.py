@@ -214,6 +214,7 @@ def explain(
     Tensor" leaves open: which of my lines did this, and what do I write instead?
     """
 
+    @_jax.takes_tables()
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
         call = UserCall(fun, argnums, args, kwargs, has_aux)
