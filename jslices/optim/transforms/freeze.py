@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._arguments import check_array
-from jslices._jax import flatten
+from jslices._jax import broadcast_prefix, flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
@@ -122,6 +122,17 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         **extra_args: PyTree,
     ) -> tuple[Params, State]:
         grads = each(_without_frozen, grads)
+        if extra_args.get("peeked") is not None:  # an array would free rows that it holds
+            leaves, tree = flatten(grads, is_leaf=base.is_leaf_or_masked)
+            text = "peeked must be bools in the structure of params"
+            peeked = extra_args["peeked"], grads, text, base.is_leaf_or_masked
+            rows = list(zip(leaves, broadcast_prefix(*peeked), bits_of(grads), strict=True))
+            whole = [y and x is not None and not is_leaf(g) for g, y, x in rows]
+            if any(whole):
+                ids = tree.unflatten(True if x else None for x in whole)
+                params, state = catch_up(params, state, ids)
+                rest = (bool(y) and not x for (_, y, _), x in zip(rows, whole, strict=True))
+                extra_args["peeked"] = tree.unflatten(rest)
         new, state = tx.apply(grads, state, params, key, **extra_args)
 
         def kept(now: jax.Array, bits: Frozen, grad: Leaf, param: jax.Array) -> jax.Array:
