@@ -181,18 +181,18 @@ def test_schedules_on_every_mesh(name, kind, jit):
     assert_close(jax.device_get(found), jax.device_get(wanted), rtol=1e-5)
 
 
-def test_an_injected_number_of_an_exact_optimizer():
-    tx = optax.inject_hyperparams(js.adam, static_args=("b1", "b2", "eps"))(
-        learning_rate=0.1, untouched="exact"
-    )
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_injected_number_of_an_exact_optimizer(jit):
     rows = js.IndexedSlices(np.ones((2, D), np.float32), np.array([1, 5]), (V, D))
 
     def run(params):  # each step of its own, so that no row is behind
+        make = lambda rate: js.adamw(rate, weight_decay=rate, untouched="exact")  # noqa: E731
+        tx = optax.inject_hyperparams(make)(0.1)
         return tx.update({**params, "table": rows}, tx.init(params), params)[0]
 
     mesh, params = on_mesh("Explicit", P("x"))
     with jax.set_mesh(mesh):
-        found = jax.jit(run)(params)
+        found = (jax.jit(run) if jit else run)(params)
     alone = {name: np.ones(shape, np.float32) for name, shape in PARAMS.items()}
     assert_close(jax.device_get(found), jax.device_get(jax.jit(run)(alone)), rtol=1e-5)
 
