@@ -141,6 +141,12 @@ def test_axes_may_be_numpy_integers_and_lists():
     np.testing.assert_array_equal(SLICES.sum([0, np.int32(1)]), DENSE.sum())
 
 
+def test_the_sum_of_a_batch_has_the_rows_of_all():
+    for total, factor in ((BATCH.sum(0), 6), (BATCH.mean(0), 2)):
+        assert js.is_slices(total)
+        np.testing.assert_allclose(total.to_dense(), DENSE * factor, rtol=1e-6)
+
+
 def test_errors_of_reductions():
     with pytest.raises(ValueError, match=r"dense_shape=None is not known.*table.shape"):
         js.IndexedSlices(VALUES, INDICES).mean()
@@ -158,8 +164,9 @@ def test_errors_of_reductions():
         unknown.mean((0, 1))
     with pytest.raises(ValueError, match="axis 2 is out of range for 2 axes"):
         SLICES.sum(2)
-    with pytest.raises(ValueError, match=r"batch axis alone \(axis=0\); sum their rows"):
-        BATCH.sum(0)
+    twice = jax.vmap(lambda k: BATCH * k)(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"over axis=0; sum all 2 axes of the batch"):
+        twice.sum(0)
 
 
 # --- indexing ---------------------------------------------------------------------------
