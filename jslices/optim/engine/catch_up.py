@@ -59,16 +59,15 @@ def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
         run = jnp.append(run, 1)
     last = [row_like(p, 0, jnp.int32) for p in leaves]
 
-    @boundary.on_any_mesh(
-        boundary.like_first
-    )  # a learning rate that is an array has the type of a step's
-    def before(start: jax.Array, run: jax.Array) -> list[list[jax.Array]]:
+    # A learning rate that is an array is of the mesh of a step's inside.
+    @boundary.on_any_mesh(boundary.like_first)
+    def before(run: jax.Array, start: jax.Array) -> list[list[jax.Array]]:
         parts = [_missed(rule).parts for rule in rules]
         return [[x for y in each for x in y.around(start, run).before] for each in parts]
 
     snapshot = [
         tuple(row_like(p, x, _float_like(p)) for x in numbers)
-        for numbers, p in zip(before(start, run), leaves, strict=True)
+        for numbers, p in zip(before(run, start), leaves, strict=True)
     ]
     noise = _missed(rules[0]).noise if rules else None
     key = None if noise is None else jnp.array(noise[1])
