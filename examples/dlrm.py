@@ -209,11 +209,9 @@ def follow(run, updates, decay):
     is given these when it moves again.
     """
     rows = updates["tables"]  # each once; an index of V is none
-    gap, last = (
-        js.embedding_lookup(x, rows.indices, mode="clip")
-        for x in (run.gap["tables"], run.last)
-    )
-    gap = decay * (gap * decay ** (run.step - last)[:, None] - rows.values)
+    read = functools.partial(js.embedding_lookup, ids=rows.indices, mode="clip")
+    missed = run.step - read(run.last)
+    gap = decay * (read(run.gap["tables"]) * decay ** missed[:, None] - rows.values)
     table = js.scatter_update(run.gap["tables"], rows.indices, gap)
     gaps = jax.tree.map(
         lambda gap, update: table if js.is_slices(update) else decay * (gap - update),
@@ -221,7 +219,8 @@ def follow(run, updates, decay):
         updates,
         is_leaf=js.is_slices,
     )
-    return gaps, js.scatter_update(run.last, rows.indices, run.step + 1)
+    now = read(run.last) + missed + 1  # the step, after a read: XLA copies `last` otherwise
+    return gaps, js.scatter_update(run.last, rows.indices, now)
 
 
 def in_parts(clicks, count):
