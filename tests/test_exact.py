@@ -520,6 +520,9 @@ def test_errors():
         js.lion(0.1, weight_decay=COSINE, untouched="exact")
     with pytest.raises(ValueError, match=r"the missed movement is closed together with"):
         js.lion(0.1, untouched="exact", weight_decay_mode="touched")
+    with pytest.raises(ValueError, match=r"mask.*got a schedule.*Type jslices.optim.part"):
+        js.lion(COSINE, weight_decay=0.1, mask={"table": False}, untouched="exact")
+    js.lion(COSINE, weight_decay=0.0, mask={"table": False}, untouched="exact")
     with pytest.raises(
         TypeError, match=r"needs b1 as a number that is known while tracing"
     ):

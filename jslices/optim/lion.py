@@ -87,6 +87,14 @@ def lion(
             'closed together with the missed decay; use "all", or weight_decay=0'
         )
 
+    if exact and callable(learning_rate) and mask is not None and rule.decays(weight_decay):
+        raise ValueError(
+            'lion(untouched="exact", mask=...) takes a number for learning_rate, got a '
+            "schedule: rows keep one sum of it, with the decay. Type "
+            'jslices.optim.partition({"decayed": jslices.lion(rate, weight_decay=...), '
+            '"others": jslices.lion(rate, weight_decay=0.0)}, labels), both exact'
+        )
+
     def rule_of(rate: Scalar | Schedule) -> Rule:
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
