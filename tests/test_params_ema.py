@@ -93,7 +93,10 @@ def check_exact(name, rate, options, decay=DECAY):
     assert abs(average["table"] - wanted["table"]).max() > 1e-4
 
 
-@pytest.mark.parametrize("lazy", [js.adam(0.01), js.rowwise_adagrad(0.1), js.lion(0.01)])
+LAZY = js.adam(0.01), js.adam(RATE), js.rowwise_adagrad(0.1), js.lion(0.01)
+
+
+@pytest.mark.parametrize("lazy", LAZY)
 def test_of_lazy_optimizers_is_that_of_the_same_steps(lazy):
     tx = js.optim.params_ema(lazy, DECAY)
     params, state, _ = trained(js.train_step(loss, tx), tx.init(PARAMS))

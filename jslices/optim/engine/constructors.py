@@ -116,7 +116,8 @@ def optimizer(
 
             return run
 
-        return tx.replace(update=step("update"), apply=step("apply"))
+        own = tx.averaged  # which asks in its steps itself
+        return tx.replace(update=step("update"), apply=step("apply"), averaged=own)
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
