@@ -14,6 +14,7 @@ import jslices as js
 V = 37  # no other test compiles for so many rows
 PARAMS = {"table": np.zeros((V, 3), np.float32), "w": np.zeros(5, np.float32)}
 PARAMS = jax.device_put(PARAMS)
+DEVICE = jax.devices()[0]
 GRADS = {
     "table": js.IndexedSlices(np.ones((6, 3), np.float32), [1, 2, 2, 7, 9, V], (V, 3)),
     "w": jax.device_put(np.ones(5, np.float32)),
@@ -57,6 +58,39 @@ def test_the_first_use_of_an_exact_optimizer():
         updates, state = tx.update(GRADS, state, params)
     with at_most(3):
         tx.flush(js.apply_updates(params, updates), state)
+
+
+def test_exact_optimizers_with_a_schedule_compile_their_programs_once():
+    tx = js.adam(optax.linear_schedule(0.1, 0.2, 9), untouched="exact")
+    ids = {"table": jnp.array([1, 2, 7, 9]), "w": True}
+    params, state = PARAMS, tx.init(PARAMS)
+    for programs in (3, 0):
+        with at_most(programs):
+            params, state = tx.catch_up(params, state, ids)
+        with at_most(programs):
+            params, state = tx.apply(GRADS, state, params)
+        with at_most(programs):
+            params, state = tx.flush(params, state)
+
+
+def test_a_state_that_comes_from_elsewhere_is_stepped_by_the_same_program(tmp_path):
+    tx = js.adam(0.1, untouched="exact")
+    params, state = PARAMS, tx.init(PARAMS)
+    step = jax.jit(js.train_step(lambda p, i: p["table"][i].sum() - p["w"].sum(), tx))
+    ids = jnp.array([1, 2])
+    params, state, _ = step(params, state, ids)
+    params, state = tx.flush(params, state)
+    slots = js.checkpoint.export_state(params, state, "torch")
+    js.Saver().save({"params": params, "state": state}, tmp_path / "saved")
+    restored = js.Saver().restore(tmp_path / "saved", {"params": params, "state": state})
+    for params, state in (
+        (params, js.checkpoint.import_state(tx, params, jax.tree.map(np.asarray, slots))),
+        (params, js.checkpoint.import_state(tx, params, jax.device_put(slots, DEVICE))),
+        js.checkpoint.resize_rows(tx, params, state, params),
+        (restored["params"], restored["state"]),
+    ):
+        step(params, state, ids)
+        assert step._cache_size() == 1
 
 
 @pytest.mark.parametrize("make", [js.adam, js.adagrad, js.rowwise_adagrad, js.adafactor])

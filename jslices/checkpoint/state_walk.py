@@ -162,11 +162,13 @@ def _merged(after: Mapping[int, State], counts: Sequence[int]) -> State:
 
 
 def placed(x: jax.Array | np.ndarray, like: Any) -> Any:
-    """A copy of ``x`` where ``like`` is, in its layout."""
+    """A copy of ``x`` where ``like`` is, in its layout, and committed if it is."""
     if not isinstance(like, jax.Array):
         return np.array(x)
     old: Any = like
-    if not isinstance(x, jax.Array):
+    frees = not old.committed and getattr(x, "committed", False)
+    if frees or not isinstance(x, jax.Array):
         x = np.array(x)  # on a CPU JAX keeps NumPy's memory, whatever may_alias says
-    new: Any = jax.device_put(x, old.sharding, may_alias=False)
+    # Arrays that are committed anew would make the next step compile anew.
+    new: Any = jax.device_put(x, old.sharding if old.committed else None, may_alias=False)
     return new if new.format == old.format else jax.device_put(new, old.format)
