@@ -582,8 +582,14 @@ def test_complex_parameters_go_downhill(tx):
 def test_refuses_what_is_no_loss_and_no_optimizer():
     with pytest.raises(TypeError, match="expected a function"):
         js.train_step(3, EXACT)
-    with pytest.raises(TypeError, match=r"js?lices\.from_optax"):
-        js.train_step(loss, optax.adam(0.1))
+    for tx, instead in (
+        (optax.adam(0.1), r"got optax.chain; type jslices\.adam for optax.adam"),
+        (optax.apply_if_finite(LAZY, 3), r"lax\.cond with jslices\.all_finite"),
+        (optax.inject_hyperparams(js.adam)(0.1), "rate as an argument"),
+        (optax.scale_by_adam(), r"got Gradient.*jslices\.from_optax"),
+    ):
+        with pytest.raises(TypeError, match=instead):
+            js.train_step(loss, tx)
     step = js.train_step(lambda p, i, y: p["a"][i], EXACT)
     with pytest.raises(TypeError, match="must return a scalar"):
         step(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])

@@ -299,7 +299,12 @@ def _slots_of_each(tree: Any, slots: PyTree) -> list[Slots]:
     try:
         each = tree.flatten_up_to(slots)
     except ValueError as error:
-        help = str(error)[:200]
+        help, _, value = str(error).partition(", value: ")  # which prints whole arrays
+        if value:
+            help += (
+                f", got a {type(slots).__name__}: type jax.tree.structure(params)."
+                "unflatten([...]) with the dicts in the order of jax.tree.leaves(params)"
+            )
         keys = slots.keys() if isinstance(slots, Mapping) else ()
         if "param_groups" in keys or (keys and all(isinstance(k, int) for k in keys)):
             help = (

@@ -98,10 +98,7 @@ def train_step(
     """
     check_callable(fun)
     if not isinstance(tx, GradientTransformation):
-        raise TypeError(
-            f"train_step wants an optimizer of jslices, got {tx!r}; type "
-            "jslices.optim.chain for optax.chain, jslices.from_optax(tx) for others"
-        )
+        raise TypeError(_not_ours(tx))
 
     catches_up, peeks = tx.catches_up, tx.peeks
     if catches_up and not peeks:
@@ -149,6 +146,25 @@ def train_step(
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
+
+
+def _not_ours(tx: object) -> str:
+    """What to type instead of something of Optax, which is known by who made it."""
+    name = getattr(getattr(tx, "init", None), "__qualname__", "").partition(".")[0]
+    chain = "jslices.adam for optax.adam, jslices.optim.chain for optax.chain"
+    instead = {
+        "chain": chain,
+        "named_chain": chain,
+        "partition": "jslices.optim.partition",
+        "masked": "jslices.optim.masked",
+        "MultiSteps": "jslices.optim.multi_steps(tx, k, shapes)",
+        "apply_if_finite": "lax.cond with jslices.all_finite(grads) round tx.apply",
+        "inject_hyperparams": "a schedule, or make the optimizer in the step that is "
+        "jitted, jslices.train_step(loss, jslices.adam(rate)), with the rate as an argument",
+    }
+    help = instead.get(name, "jslices.from_optax(tx) for what is Optax's")
+    got = f"optax.{name}" if name in instead else repr(tx)
+    return f"train_step wants an optimizer of jslices, got {got}; type {help}"
 
 
 def _ids(rows: IndexedSlices | bool | None) -> PyTree:
