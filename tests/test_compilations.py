@@ -83,13 +83,14 @@ def test_a_state_that_comes_from_elsewhere_is_stepped_by_the_same_program(tmp_pa
     slots = js.checkpoint.export_state(params, state, "torch")
     js.Saver().save({"params": params, "state": state}, tmp_path / "saved")
     restored = js.Saver().restore(tmp_path / "saved", {"params": params, "state": state})
-    for params, state in (
-        (params, js.checkpoint.import_state(tx, params, jax.tree.map(np.asarray, slots))),
-        (params, js.checkpoint.import_state(tx, params, jax.device_put(slots, DEVICE))),
+    take = js.checkpoint.import_state
+    for same in (
+        (params, take(tx, params, jax.tree.map(np.asarray, slots))),
+        (params, take(tx, params, jax.device_put(slots, DEVICE))),
         js.checkpoint.resize_rows(tx, params, state, params),
         (restored["params"], restored["state"]),
     ):
-        step(params, state, ids)
+        step(*same, ids)
         assert step._cache_size() == 1
 
 

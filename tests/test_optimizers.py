@@ -1,6 +1,7 @@
 """Optimizers: dense leaves equal Optax; sparse ones do, on the rows of each step."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -32,6 +33,7 @@ from optimizers import (
 )
 
 import jslices as js
+import jslices.tf1 as tf
 
 DENSE = [*SHARED, *BY_ROW]
 FIRST_DENSE = [case for case in FIRST if case in DENSE]
@@ -470,10 +472,29 @@ def _ftrl(**kwargs):
     return js.ftrl(0.1, **{f"{k}_regularization_strength": v for k, v in kwargs.items()})
 
 
+@pytest.mark.parametrize("name", ["apply_gradients", "minimize", "step", "zero_grad"])
+def test_methods_of_other_optimizers_are_told(name):
+    with pytest.raises(AttributeError, match=f"no '{name}'; type (params|step|nothing)"):
+        getattr(js.adam(0.1), name)
+    assert not hasattr(js.adam(0.1), "lr")
+
+
+def _told(name, rate, momentum=None):
+    """The optimizer that the error for ``tf.train``'s says to type."""
+    with pytest.raises(AttributeError) as caught:
+        getattr(tf.train, name)
+    (text,) = re.findall(r"jslices\.\w+\(rate.*?\)", str(caught.value))
+    return eval(text, {"jslices": js, "rate": rate, "momentum": momentum})
+
+
 # TensorFlow's name of the run, ours, and its slots by ours.
 TENSORFLOW = [
-    ("GradientDescent(0.1)", js.sgd(0.1), lambda s: {}),
-    ("Momentum(0.1,0.9)", js.sgd(0.1, 0.9), lambda s: {"momentum": s.trace}),
+    ("GradientDescent(0.1)", _told("GradientDescentOptimizer", 0.1), lambda s: {}),
+    (
+        "Momentum(0.1,0.9)",
+        _told("MomentumOptimizer", 0.1, 0.9),
+        lambda s: {"momentum": s.trace},
+    ),
     (
         "Momentum(0.1,0.9,use_nesterov)",
         js.sgd(0.1, 0.9, nesterov=True),
@@ -481,12 +502,12 @@ TENSORFLOW = [
     ),
     (
         "Adagrad(0.1)",
-        js.adagrad(0.1, eps=0.0),
+        _told("AdagradOptimizer", 0.1),
         lambda s: {"accumulator": s.sum_of_squares},
     ),
     ("LazyAdam(0.1)", js.adam(0.1, eps_hat=True), _adam_states),
     # TensorFlow's Adam and Keras' move every row at every step, as exact ones do.
-    ("Adam(0.1)", js.adam(0.1, untouched="exact"), _adam_states),
+    ("Adam(0.1)", _told("AdamOptimizer", 0.1), _adam_states),
     (
         "Adam(0.01,beta1=.8,beta2=.95,epsilon=1e-3)",
         js.adam(0.01, 0.8, 0.95, 1e-3, eps_hat=True, untouched="exact"),
@@ -494,7 +515,7 @@ TENSORFLOW = [
     ),
     (
         "RMSProp(0.1)",
-        js.rmsprop(0.1, eps=1e-10, initial_scale=1.0),
+        _told("RMSPropOptimizer", 0.1),
         lambda s: {"rms": s.nu},
     ),
     (
@@ -507,7 +528,7 @@ TENSORFLOW = [
         js.rmsprop(0.1, eps=1e-10, initial_scale=1.0, centered=True),
         lambda s: {"rms": s.nu, "mg": s.mu},
     ),
-    ("Ftrl(0.1)", _ftrl(), _ftrl_states),
+    ("Ftrl(0.1)", _told("FtrlOptimizer", 0.1), _ftrl_states),
     (
         "Ftrl(0.1,lr_power=-.6,init_acc=.2,l1=.01,l2=.02)",
         js.ftrl(0.1, -0.6, 0.2, 0.01, 0.02),
@@ -527,7 +548,7 @@ TENSORFLOW = [
     ),
     (
         "Adadelta(1.0)",
-        js.adadelta(1.0, rho=0.95, eps=1e-8),
+        _told("AdadeltaOptimizer", 1.0),
         lambda s: {"accum": s.e_g, "accum_update": s.e_x},
     ),
 ]

@@ -149,6 +149,17 @@ REFUSED = {
     "AdamOptimizer": (
         lambda: tf.train.AdamOptimizer(1e-3), AttributeError, r"jslices\.adam\(rate",
     ),
+    "sampler": (
+        lambda: tf.nn.fixed_unigram_candidate_sampler, AttributeError, "sampled_values=",
+    ),
+    "init without a key": (
+        lambda: tf.transform(lambda ids: ids).init(jnp.array([3, 9])), TypeError,
+        r"PRNG key first: init\(jax.random.key",
+    ),
+    "a later order of arguments": (
+        lambda: tf.get_variable("w", [2], jnp.float32, None, abs), TypeError,
+        r"trainable of w must be a bool, got <.*abs>; give regularizer= .* by keyword",
+    ),
     "constraint": (
         lambda: variable(constraint=abs), TypeError, "constraint=.* after the update",
     ),
@@ -240,7 +251,7 @@ ADVICE = {
         dict(predictions=LOGITS, targets=jnp.array([1, 0]), k=1), [False, True],
     ),
     "nn.l2_loss": (dict(x=X), 7),
-    "nn.l2_normalize": (dict(x=X, axis=1), [[0.4472136, -0.8944272], [1, 0]]),
+    "nn.l2_normalize": (dict(x=X.at[1].set(0), axis=1), [[0.4472136, -0.8944272], [0, 0]]),
     "nn.moments": (dict(x=X, axes=0), [[2, -1], [1, 1]]),
     "nn.sigmoid_cross_entropy_with_logits": (
         dict(logits=LOGITS, labels=jnp.array([[1.0, 0.0], [0.25, 0.75]])),

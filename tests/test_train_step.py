@@ -585,7 +585,7 @@ def test_refuses_what_is_no_loss_and_no_optimizer():
     for tx, instead in (
         (optax.adam(0.1), r"got optax.chain; type jslices\.adam for optax.adam"),
         (optax.apply_if_finite(LAZY, 3), r"lax\.cond with jslices\.all_finite"),
-        (optax.inject_hyperparams(js.adam)(0.1), "rate as an argument"),
+        (optax.inject_hyperparams(js.adam)(0.1), "with rate as an argument"),
         (optax.scale_by_adam(), r"got Gradient.*jslices\.from_optax"),
     ):
         with pytest.raises(TypeError, match=instead):

@@ -198,6 +198,11 @@ def create(run: Run, request: Request) -> tuple[VariableInfo, Value]:
             f"there is a Variable {name} already; without a slash at its end the "
             "name would be made unique"
         )
+    if not isinstance(request.trainable, bool | np.bool_):
+        raise TypeError(
+            f"trainable of {name} must be a bool, got {request.trainable!r}; give "
+            "regularizer= and what follows by keyword, as TensorFlow changed their order"
+        )
     info = VariableInfo(
         name,
         bool(request.trainable),

@@ -54,7 +54,8 @@ _ADVICE = {
     "placeholder_with_default": "an argument of the function, with a default",
     "Coordinator MonitoredTrainingSession estimator": "a Python loop around the step; "
     "jslices.Saver saves in it",
-    "ExponentialMovingAverage": "jslices.optim.params_ema(optimizer, decay)",
+    "ExponentialMovingAverage": "jslices.optim.params_ema(optimizer, decay), which has no "
+    "num_updates",
     "SyncReplicasOptimizer": "jslices.accumulators, or jit on a mesh of devices",
     "add_n": "sum(inputs)",
     "app flags logging": "the module of this name in absl, from the package absl-py",
@@ -73,6 +74,9 @@ _ADVICE = {
     "dropout": "x * jax.random.bernoulli(key, keep, x.shape) / keep",
     "dynamic_rnn": "jax.lax.scan, over the steps of the sequence",
     "exponential_decay": "optax.exponential_decay(rate, decay_steps, decay_rate)",
+    "fixed_unigram_candidate_sampler learned_unigram_candidate_sampler "
+    "uniform_candidate_sampler": "draw with jax.random, and pass sampled_values=(drawn, "
+    "expected count of each true class, of each drawn one); docs/recipes.md does it",
     "fill": "jax.numpy.full(dims, value)",
     "floor_div": "x // y",
     "gather_nd": "x[tuple(jax.numpy.moveaxis(indices, -1, 0))]",
@@ -82,7 +86,8 @@ _ADVICE = {
     "init_from_checkpoint": "variables = tf.train.Saver().restore(variables, path)",
     "inverse_time_decay": "lambda step: rate / (1 + decay_rate * step / decay_steps)",
     "l2_loss": "jax.numpy.sum(x**2) / 2",
-    "l2_normalize": "x / jax.numpy.linalg.norm(x, axis=axis, keepdims=True)",
+    "l2_normalize": "x * jax.lax.rsqrt(jax.numpy.maximum(jax.numpy.sum(x**2, axis, "
+    "keepdims=True), 1e-12))",
     "layers": "tf.get_variable and tf.matmul, or a model of Flax, Haiku or Equinox",
     "list_variables": "tf.train.Saver().restore(None, path).keys()",
     "load_checkpoint": "tf.train.Saver().restore(None, path)",
@@ -124,14 +129,15 @@ _ADVICE = {
     "unsorted_segment_sum": "jax.ops.segment_sum(data, segment_ids, num_segments)",
     "xw_plus_b": "x @ weights + biases",
     "zero_fraction": "(x == 0).mean()",
-    "AdadeltaOptimizer": "jslices.adadelta(rate)",
-    "AdagradOptimizer": "jslices.adagrad(rate)",
-    "AdamOptimizer": 'jslices.adam(rate), with untouched="exact" as in TensorFlow',
+    "AdadeltaOptimizer": "jslices.adadelta(rate, rho=0.95, eps=1e-8)",
+    "AdagradOptimizer": "jslices.adagrad(rate, eps=0.0)",
+    "AdamOptimizer": 'jslices.adam(rate, eps_hat=True, untouched="exact"), in a step '
+    "by jslices.train_step(loss, tx)",
     "FtrlOptimizer": "jslices.ftrl(rate)",
     "GradientDescentOptimizer": "jslices.sgd(rate)",
     "MomentumOptimizer": "jslices.sgd(rate, momentum)",
     "ProximalAdagradOptimizer": "jslices.proximal_adagrad(rate)",
-    "RMSPropOptimizer": "jslices.rmsprop(rate)",
+    "RMSPropOptimizer": "jslices.rmsprop(rate, eps=1e-10, initial_scale=1.0)",
 }
 INSTEAD = {name: text for names, text in _ADVICE.items() for name in names.split()}
 

@@ -77,7 +77,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         raise TypeError(f"transform wants a function, got {type(fn).__name__}")
 
     def init(key: jax.Array | None, *args: Any, **kwargs: Any) -> Variables:
-        if key is not None and not hasattr(key, "dtype"):
+        if not _is_key(key):
             raise TypeError(
                 f"init wants a PRNG key first: init(jax.random.key(0), *args); got {key!r}"
             )

@@ -71,10 +71,10 @@ def optimizer(
     """The same, and compile optimizers as a whole outside of ``jax.jit``.
 
     Equal arguments give the same optimizer, which is compiled once. A schedule is
-    asked in each step, and its number an argument of the program, as arrays are; the program
-    of an exact optimizer asks it itself, for missed steps too. Some run operation by
-    operation: those with a mask that is a function, and what comes after many others:
-    building a new optimizer in each step would compile each time (0.2 s, instead of 5 ms).
+    asked in each step, and its number an argument of the program, as arrays are; that of
+    an exact optimizer asks itself, for missed steps too. Some run operation by operation:
+    those with a mask that is a function, and what comes after many others: building a new
+    optimizer in each step would compile each time (0.2 s, instead of 5 ms).
     """
     signature = inspect.signature(make)
     by_name: Callable[..., GradientTransformation] = make

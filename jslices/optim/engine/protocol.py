@@ -6,7 +6,7 @@ import inspect
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,18 @@ class StateOfRows:
         dtype = access.index_dtype(self.num_rows, np.dtype(np.int32))
         rows = self.numbers.astype(dtype).at
         return lambda at: f(rows[at].get(mode="fill", fill_value=self.num_rows))
+
+
+#: What optimizers of TensorFlow and PyTorch, and Flax's TrainState, call by other names.
+_INSTEAD = {
+    "apply_gradients": "params, state = tx.apply(grads, state, params)",
+    "compute_gradients": "value, grads = jslices.value_and_grad(loss)(params, *batch)",
+    "zero_grad": "nothing: each gradient is a new value",
+} | dict.fromkeys(
+    ("minimize", "step"),
+    "step = jax.jit(jslices.train_step(loss, tx), donate_argnums=(0, 1)), and then "
+    "params, state, value = step(params, state, *batch)",
+)
 
 
 class GradientTransformation:
@@ -110,6 +122,12 @@ class GradientTransformation:
 
     def __repr__(self) -> str:
         return self.call or object.__repr__(self)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            here = f"; type {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"an optimizer has no {name!r}{here}", name=name, obj=self)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -160,7 +160,7 @@ def _not_ours(tx: object) -> str:
         "MultiSteps": "jslices.optim.multi_steps(tx, k, shapes)",
         "apply_if_finite": "lax.cond with jslices.all_finite(grads) round tx.apply",
         "inject_hyperparams": "a schedule, or make the optimizer in the step that is "
-        "jitted, jslices.train_step(loss, jslices.adam(rate)), with the rate as an argument",
+        "jitted, jslices.train_step(loss, jslices.adam(rate)), with rate as an argument",
     }
     help = instead.get(name, "jslices.from_optax(tx) for what is Optax's")
     got = f"optax.{name}" if name in instead else repr(tx)
