@@ -218,3 +218,19 @@ def test_scatter_methods_make_nothing_of_the_tables_size(how):
     table_bytes = 200_000 * 16 * 4
     assert memory.temp_size_in_bytes < 100_000
     assert memory.alias_size_in_bytes >= table_bytes
+
+
+def test_a_step_of_all_variables_leaves_those_that_are_not_trainable():
+    def model(ids):
+        shape, ones = [V, 2], tf.ones_initializer()
+        table = tf.get_variable("table", shape, initializer=ones)
+        fixed = tf.get_variable("fixed", shape, initializer=ones, trainable=False)
+        scale = tf.get_variable("scale", [2], initializer=ones, trainable=False)
+        return jnp.sum((tf.gather(table, ids) * tf.gather(fixed, ids)) ** 2 @ scale)
+
+    model, tx = tf.transform(model), js.sgd(0.1)
+    variables = model.init(jax.random.key(0), IDS)
+    step = js.train_step(lambda variables, ids: model.apply(variables, ids)[0], tx)
+    new, _, _ = step(variables, tx.init(variables), IDS)
+    assert (new["fixed"] == 1).all() and (new["scale"] == 1).all()
+    assert (new["table"][IDS] != 1).all()

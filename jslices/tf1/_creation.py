@@ -274,4 +274,5 @@ def _passed(variables: Mapping[str, Value], request: Request) -> Value:
         raise ValueError(
             f"Variable {name} has dtype {request.dtype}, apply got one of {value.dtype}"
         )
-    return value
+    is_constant = isinstance(value, jax.core.Tracer) and not request.trainable
+    return jax.lax.stop_gradient(value) if is_constant else value

@@ -3,7 +3,10 @@
 import importlib
 from collections.abc import Mapping
 
-_PARTITION = "shard the array over a mesh: jax.device_put(table, sharding)"
+_PARTITION = (
+    "leave it out on one device; shard the array over several: jax.device_put(table, "
+    "sharding)"
+)
 _GETTER = "call get_variable through a function of your own"
 _CACHING = "leave it out: JAX decides what is copied where"
 _COLLECTION = "write tf.get_collection(tf.GraphKeys.{})"
@@ -59,18 +62,22 @@ _ADVICE = {
     "SyncReplicasOptimizer": "jslices.accumulators, or jit on a mesh of devices",
     "add_n": "sum(inputs)",
     "app flags logging": "the module of this name in absl, from the package absl-py",
+    "bias_add": "value + bias",
     "cast": "x.astype(dtype)",
     "check_numerics": "jax.debug_nans(True), or jslices.all_finite(grads)",
     "checkpoint_exists": "tf.train.latest_checkpoint(folder) is not None",
     "contrib": "TensorFlow 2 has none either; see jax.nn, jslices.optim and optax",
-    "control_dependencies group tables_initializer tuple": "leave it out: the order of the "
-    "program decides",
+    "control_dependencies group local_variables_initializer tables_initializer tuple": (
+        "leave it out: the order of the program decides"
+    ),
     "cosine_decay": "optax.cosine_decay_schedule(rate, decay_steps, alpha)",
+    "compat": "tf itself, for compat.v1",
     "create_global_step get_global_step get_or_create_global_step global_step": (
         "count steps in the state: every optimizer's state has count; or a tf.Variable"
     ),
     "data": "tf.data of TensorFlow works beside JAX, dataset.as_numpy_iterator(); or grain",
-    "device": "jax.device_put(x, device)",
+    "device": "leave the block out; jax.device_put(x, device) places an array",
+    "feature_column": "tables and lookups: jslices.embedding_lookup_sparse",
     "dropout": "x * jax.random.bernoulli(key, keep, x.shape) / keep",
     "dynamic_rnn": "jax.lax.scan, over the steps of the sequence",
     "exponential_decay": "optax.exponential_decay(rate, decay_steps, decay_rate)",
@@ -78,7 +85,7 @@ _ADVICE = {
     "uniform_candidate_sampler": "draw with jax.random, and pass sampled_values=(drawn, "
     "expected count of each true class, of each drawn one); docs/recipes.md does it",
     "fill": "jax.numpy.full(dims, value)",
-    "floor_div": "x // y",
+    "floor_div floordiv": "x // y",
     "gather_nd": "x[tuple(jax.numpy.moveaxis(indices, -1, 0))]",
     "gfile": "open, os.path and glob; fsspec or etils.epath for files in a cloud",
     "identity": "x",
@@ -102,7 +109,8 @@ _ADVICE = {
     "natural_exp_decay": "lambda step: rate * jax.numpy.exp(-decay_rate * step / "
     "decay_steps)",
     "no_op": "None",
-    "piecewise_constant": "optax.piecewise_constant_schedule(rate, {step: factor})",
+    "piecewise_constant": "optax.piecewise_constant_schedule(rate, {boundary + 1: "
+    "factor, ...})",
     "polynomial_decay": "optax.polynomial_schedule(rate, end_rate, power, decay_steps)",
     "py_func": "jax.pure_callback(f, shapes, x)",
     "random_shuffle": "jax.random.permutation(key, x)",
