@@ -191,6 +191,37 @@ def test_of_a_host_table():
         assert_close(got[places], wanted[IDS[0]], rtol=1e-5, atol=1e-6)
 
 
+def test_of_a_run_that_began_elsewhere_and_of_a_table_that_grows():
+    options = {"weight_decay": 0.5, "weight_decay_mode": "all", "b1": 0.5}
+    dense = optax.adamw(0.01, b1=0.5, weight_decay=0.5)
+    tx = js.optim.params_ema(js.adamw(0.01, untouched="exact", **options), DECAY)
+    run = functools.partial(jax.lax.scan, lambda s, i: (dense_step(dense, *s, i)[:2], None))
+    params, theirs = fast_jit(run)((PARAMS, dense.init(PARAMS)), IDS[:60])[0]
+    moments = optax.tree.get(theirs, "mu"), optax.tree.get(theirs, "nu")
+    slots = jax.tree.map(lambda mu, nu: {"mu": mu, "nu": nu}, *moments)
+    average = wanted = params
+    state = js.checkpoint.import_state(tx, params, slots, count=60)
+    step, dense_steps = (
+        fast_jit(js.train_step(loss, tx)),
+        fast_jit(functools.partial(dense_step, dense)),
+    )
+    for ids in IDS[60:90]:
+        params, state, _ = step(params, state, ids)
+        wanted, theirs, _ = dense_steps(wanted, theirs, ids)
+        average = optax.incremental_update(wanted, average, 1 - DECAY)
+    fresh = {**PARAMS, "table": jnp.zeros((V + 3, 4))}
+    params, state = tx.flush(*js.checkpoint.resize_rows(tx, params, state, fresh))
+    for mine, theirs in ((params, wanted), (state.ema, average)):
+        np.testing.assert_allclose(mine["table"][:V], theirs["table"], rtol=1e-4, atol=1e-5)
+        assert (mine["table"][V:] == 0).all()
+    slots = js.checkpoint.export_state(params, state, "torch")
+    assert slots["w"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    again = js.checkpoint.import_state(
+        tx, params, {k: {**x, "ema": state.ema[k]} for k, x in slots.items()}
+    )
+    assert_close(again.ema, state.ema, atol=0)
+
+
 def test_of_16_bits_is_in_float32():
     tx = js.optim.params_ema(js.sgd(0.1), DECAY)
     assert tx.init(jnp.ones((4, 2), jnp.bfloat16)).ema.dtype == jnp.float32

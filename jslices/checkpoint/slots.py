@@ -54,7 +54,8 @@ def import_state(
             linear of ftrl                       Ftrl_1      linear       linear
             mu of lion                                                    momentum
 
-        PyTorch's ``step`` may be among them. An empty dict, or None: never stepped; the
+        PyTorch's ``step`` may be among them. Those of a parameter without an ``ema``, where
+        :func:`jslices.optim.params_ema` keeps an average, begin it at the parameter. An empty dict, or None: never stepped; the
         state is that of ``tx.init`` after ``count`` steps without a gradient.
       count: how many steps were taken: a number; or numbers in the structure of ``params``
         or a prefix of it; or None, each is the ``step`` of its slots. PyTorch counts no
@@ -77,8 +78,9 @@ def import_state(
         without gradients, as most of Optax's do. The message says what to type instead.
 
     Cost: one pass over each slot and one copy; ``count`` empty steps on the scalars of the
-    state, in one compiled loop, so that schedules are where they were. For a moment the
-    state exists twice.
+    state, in one compiled loop, so that schedules are where they were. It is compiled
+    with ``tx.flush``, which takes seconds for an exact optimizer of several tables. For a
+    moment the state exists twice.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, numpy as np
@@ -107,7 +109,15 @@ def import_state(
             "import_state(opt, params, slots, count), gradient_step=jnp.int32(count))"
         )
     problems: list[str] = []
-    slots_of_each = _slots_of_each(walk.tree, slots)
+    slots_of_each = [
+        _with_average(*each)
+        for each in zip(
+            walk.tree.flatten_up_to(params),
+            walk.arrays,
+            _slots_of_each(walk.tree, slots),
+            strict=True,
+        )
+    ]
     counts = _counts_of_states(walk, params, slots_of_each, count, problems)
     assigned = {
         number: x
@@ -137,7 +147,7 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     Returns:
       A tree like ``params`` with a dict for each: from the name of a slot to its array, as
       it is in ``state``; PyTorch's ``step`` among them where PyTorch has one. An empty dict
-      for a parameter that has no state.
+      for a parameter that has no state. Averages of ``params_ema`` are in ``state.ema``.
 
     Raises:
       ValueError: for other names, for a state array that the library has no slot for, for
@@ -174,6 +184,8 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     for label, arrays in zip(walk.labels, walk.arrays, strict=True):
         slots = {}
         for array in arrays:
+            if array.field == "ema":  # which no library keeps in a slot
+                continue
             slot_names = NAMES[array.state].get(array.field)
             name = slot_names[library] if slot_names else None
             if name is None:
@@ -323,6 +335,14 @@ def _slots_of_each(tree: Any, slots: PyTree) -> list[Slots]:
                 '{"exp_avg": array, "exp_avg_sq": array} for Adam of PyTorch'
             )
     return [x or {} for x in each]
+
+
+def _with_average(
+    param: jax.Array, arrays: Sequence[state_walk.StateArray], slots: Slots
+) -> Slots:
+    """The slots of one parameter, of which an average that is missing is the parameter."""
+    ema = [x.value.dtype for x in arrays if x.field == "ema"]
+    return {"ema": param.astype(ema[0]), **slots} if ema and slots else slots
 
 
 def _assigned(

@@ -58,7 +58,7 @@ def walk_state(params: Params, state: State) -> Walk:
     if not numbered:
         raise TypeError(
             "import_state and export_state know the states of jslices' own optimizers, got "
-            f"{type(state).__name__}; for one of Optax, replace arrays in what "
+            f"{type(state).__name__}; for a lazy one of Optax, replace arrays in what "
             "tx.init(params) returns, by optax.tree.set(state, mu=...)"
         )
     arrays: list[list[StateArray]] = [[] for _ in labels]
@@ -69,7 +69,7 @@ def walk_state(params: Params, state: State) -> Walk:
             for its_arrays, x in zip(arrays, tree.flatten_up_to(column), strict=True):
                 # A parameter of another optimizer has a node without leaves here.
                 for number in jax.tree.leaves(x):
-                    array = StateArray(owner, type(part), field, number, leaves[number])
+                    array = StateArray(owner, _kind(part), field, number, leaves[number])
                     its_arrays.append(array)
     gathering = _nodes(state, lambda x: "mini_step" in getattr(x, "_fields", ()))
     return Walk(tree, labels, optimizer_states(state), arrays, gathering)
@@ -85,7 +85,12 @@ def _nodes(state: State, is_node: Callable[[Any], bool]) -> list[Any]:
 
 
 def _is_optimizer_state(x: Any) -> bool:
-    return type(x) in NAMES
+    return _kind(x) in NAMES
+
+
+def _kind(x: Any) -> type:
+    """The type of a state, whether it keeps an average of the parameters or not."""
+    return getattr(type(x), "without_average", type(x))
 
 
 def has_rows_behind(part: Any) -> bool:

@@ -72,6 +72,7 @@ def _averaging(state_type: Any) -> Any:
     names = dict.fromkeys((*state_type._fields, "clock", "ema"))
     make: Any = collections.namedtuple  # mypy wants literal names
     kind = make(state_type.__name__, names, defaults=names.values())
+    kind.without_average = state_type
     kind.__reduce__ = lambda state: (_unpickled, (state_type, *state))
     return kind
 
