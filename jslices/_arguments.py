@@ -158,12 +158,13 @@ class OneOf:
 
 
 def check_array(name: str, value: object, wanted: str = "an array") -> None:
-    """Refuse values that JAX cannot make an array of: strings, None, objects."""
+    """Refuse what JAX makes no array of numbers of: strings, None, objects, keys."""
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     likely = isinstance(value, numbers.Number | list | tuple) or any(
         hasattr(value, name) for name in ("dtype", "__jax_array__", "__array__")
     )
-    if not likely or kind in tuple("OSUMm"):
+    is_key = jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended)
+    if not likely or is_key or kind in tuple("OSUMm"):
         raise TypeError(f"{name}: wanted {wanted}, got {shown(value)}")
 
 

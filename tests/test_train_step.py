@@ -590,6 +590,10 @@ def test_refuses_what_is_no_loss_and_no_optimizer():
     ):
         with pytest.raises(TypeError, match=instead):
             js.train_step(loss, tx)
+    state = EXACT.init(PARAMS)
+    for first in (state, (state, ())):
+        with pytest.raises(TypeError, match=r"wanted step\(params, state, \*batch\)"):
+            js.train_step(loss, EXACT)(first, PARAMS, IDS[0], LABELS[0])
     step = js.train_step(lambda p, i, y: p["a"][i], EXACT)
     with pytest.raises(TypeError, match="must return a scalar"):
         step(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])

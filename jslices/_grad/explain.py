@@ -243,8 +243,8 @@ def _stepped(
 
     grads = jax.eval_shape(lambda: call.mirror(map(gradient, leaves)))
     params = call.mirror(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    plans = jax.tree.leaves(optimizer.plan(grads, params), is_leaf=lambda x: x is None)
     state, tree = jax.eval_shape(optimizer.init, params), _jax.flatten(params)[1]
+    plans = tree.flatten_up_to(optimizer.plan(grads, params))
 
     def parts(x: Any) -> list[Any]:
         """For each parameter its part of a tree that mirrors them, or nothing."""

@@ -489,7 +489,7 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
 def check_state(state: State, state_type: type[State], names: Sequence[str]) -> None:
     """Refuses the state of another optimizer, or of one with other settings."""
     if not isinstance(state, state_type):
-        raise TypeError(_other_state("this optimizer", state, state_type.__name__))
+        raise TypeError(_other_state("this optimizer", state, _shown(state_type)))
     if not jax.tree.leaves(state._replace(count=None)):  # of no parameters
         return
     present = [name for name in state._fields[1:] if getattr(state, name) is not None]
@@ -503,7 +503,7 @@ def check_state(state: State, state_type: type[State], names: Sequence[str]) -> 
 def check_fields(caller: str, state: State, state_type: type[State]) -> None:
     """Refuses a state without these fields, which that of Optax has as well."""
     if not all(hasattr(state, name) for name in state_type._fields):
-        raise TypeError(_other_state(caller, state, state_type.__name__))
+        raise TypeError(_other_state(caller, state, _shown(state_type)))
 
 
 def check_links(state: State, count: int) -> None:
@@ -615,10 +615,20 @@ def arrays_of(state: State, name: str, tree: PyTreeDef) -> list[jax.Array]:
 
 
 def _other_state(caller: str, state: State, expected: str) -> str:
-    return (
-        f"{caller} keeps its state in {expected}, got a {type(state).__name__}; pass the "
-        "state that its own tx.init(params) or its last step returned"
+    help = (
+        "; jslices.checkpoint.import_state makes it from another optimizer's arrays"
+        if isinstance(state, tuple)
+        else ": tx.apply(grads, state, params), tx.flush(params, state)"
     )
+    return (
+        f"{caller} keeps its state in {expected}, got a {_shown(type(state))}; pass the "
+        f"state that its own tx.init(params) or its last step returned{help}"
+    )
+
+
+def _shown(state_type: type) -> str:
+    fields = getattr(state_type, "_fields", ())
+    return f"{state_type.__name__}({', '.join(fields)})" if fields else state_type.__name__
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -110,6 +110,8 @@ def train_step(
         )
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if _is_state(params):
+            raise TypeError("got a state first, wanted step(params, state, *batch)")
         call = UserCall(fun, 0, (params, *args), kwargs, has_aux)
         check_inputs(call, holomorphic=False, allow_int=False)
         planned = plan_call(call, sparse, exchange)
@@ -146,6 +148,12 @@ def train_step(
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
+
+
+def _is_state(x: PyTree) -> bool:
+    """Whether it is the state of an optimizer, or of a chain of some."""
+    parts = [x, *x] if isinstance(x, tuple) else [x]
+    return any("count" in getattr(type(part), "_fields", ()) for part in parts)
 
 
 def _not_ours(tx: object) -> str:
