@@ -159,11 +159,12 @@ class OneOf:
 
 def check_array(name: str, value: object, wanted: str = "an array") -> None:
     """Refuse what JAX makes no array of numbers of: strings, None, objects, keys."""
-    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    dtype: Any = getattr(value, "dtype", None)
+    kind = getattr(dtype, "kind", "")
     likely = isinstance(value, numbers.Number | list | tuple) or any(
         hasattr(value, name) for name in ("dtype", "__jax_array__", "__array__")
     )
-    is_key = jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
     if not likely or is_key or kind in tuple("OSUMm"):
         raise TypeError(f"{name}: wanted {wanted}, got {shown(value)}")
 

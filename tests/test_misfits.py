@@ -98,7 +98,7 @@ def test_the_state_of_another_optimizer_or_of_other_parameters(name, kwargs):
     wrong = [
         (
             other.init(PARAMS),
-            r"its state in \w+State\(count.*, got a \w+State\(.*; pass the state that",
+            r"its state in \w+State\(.*, got a \w+State\(.*; pass the state",
         ),
         (tx.init({**PARAMS, "table": jnp.zeros((V + 1, D))}), r"at \['table'\] needs \w+"),
         (tx.init({**PARAMS, "more": jnp.zeros(2)}), "has another structure than"),

@@ -54,9 +54,10 @@ def import_state(
             linear of ftrl                       Ftrl_1      linear       linear
             mu of lion                                                    momentum
 
-        PyTorch's ``step`` may be among them. Those of a parameter without an ``ema``, where
-        :func:`jslices.optim.params_ema` keeps an average, begin it at the parameter. An empty dict, or None: never stepped; the
-        state is that of ``tx.init`` after ``count`` steps without a gradient.
+        PyTorch's ``step`` may be among them. Without an ``ema``, the average that
+        :func:`jslices.optim.params_ema` keeps begins at the parameter. An empty dict, or
+        None: never stepped; the state is that of ``tx.init`` after ``count`` steps without
+        a gradient.
       count: how many steps were taken: a number; or numbers in the structure of ``params``
         or a prefix of it; or None, each is the ``step`` of its slots. PyTorch counts no
         step for a parameter without a gradient. An optimizer of jslices counts every step
