@@ -144,3 +144,20 @@ def test_copies_of_a_host_table(tmp_path):
         np.testing.assert_allclose(
             table.read(np.arange(V)), tables[0].read(np.arange(V)), rtol=1e-6
         )
+
+
+@pytest.mark.parametrize("other", [js.adam(0.1), js.adam(0.1, **EXACT)])
+def test_warns_of_rows_behind_whose_clock_is_not_restored(other, tmp_path):
+    tx = js.adam(SCHEDULE, **EXACT)
+    params = {"table": jnp.ones((V, D))}
+    step = fast_jit(js.train_step(lambda params, ids: params["table"][ids].sum(), tx))
+    params, state, _ = step(params, tx.init(params), jnp.array(LAST))
+    params, state, _ = step(params, state, jnp.array([2]))
+    path = js.Saver().save({"state": state}, tmp_path / "behind")
+    with pytest.warns(UserWarning, match="rows are behind in state/clock") as seen:
+        js.Saver().restore(path, {"state": other.init(params)})
+    assert seen[0].filename == __file__ and len(seen) == 1
+    js.Saver().restore(path, {"state": state})  # pytest fails where it warns
+    params, state = tx.flush(params, state)
+    path = js.Saver().save({"state": state}, tmp_path / "flushed")
+    js.Saver().restore(path, {"state": other.init(params)})

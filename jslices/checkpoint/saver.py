@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import operator
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -20,7 +22,7 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import PyTree
+from jslices.extend import PyTree, last_done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,6 +362,9 @@ class Saver:
           DataLossError: if a file is damaged, or is not what a Saver writes.
           OSError: if another process has failed, or has died (``ConnectionError``).
 
+        Warns of the state of an exact optimizer that is restored into one of a lazy
+        optimizer, or of one without its schedule, before its rows have caught up.
+
         Cost: at most the memory of one more table than is returned. Only the shards of a
         sharded array are read, and only these ``rows``, in chunks of 4 MiB.
 
@@ -444,6 +449,7 @@ class Saver:
             name: restore_like(saved, spec, partial(archive.read, saved), template)
             for name, saved, spec, template in targets
         }
+        _warn_of_rows_behind(archive, chosen)
         leaves = [restored.get(n, x) for n, x in zip(names, templates, strict=True)]
         return jax.tree.unflatten(structure, leaves)
 
@@ -504,3 +510,21 @@ def _step_number(step: Any, variables: PyTree) -> int | None:
             "global_step must be an integer, an array of one, or the name of a variable, "
             f"not {step!r}"
         ) from None
+
+
+def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
+    """Warn of states whose rows are behind, restored without all of their clock."""
+    for name in archive.specs:
+        state, last, _ = f"/{name}".partition("/clock/last")
+        count, clock = f"{state}/count"[1:], f"{state}/clock/"[1:]
+        unread = (x for x in archive.specs if x.startswith(clock) and x not in restored)
+        if not last or count not in restored or next(unread, None) is None:
+            continue
+        done = last_done(jnp.asarray(archive.read(name, None)))
+        if (done < archive.read(count, None)).any():
+            warnings.warn(
+                f"{archive.prefix}: rows are behind in {clock[:-1]}, of which not all is "
+                "restored: the steps that they missed are lost. Restore it into the "
+                "state of the same optimizer, then params, state = tx.flush(params, state)",
+                stacklevel=4,
+            )
