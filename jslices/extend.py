@@ -12,6 +12,9 @@ from jslices._arguments import OneOf as OneOf
 # Sizes in messages: "1.5 GiB".
 from jslices._densify import human_bytes as human_bytes
 
+# Warns at the user's line, a DensificationWarning if no other category is passed.
+from jslices._densify import warn_at_line as warn_at_line
+
 # The command that installs an optional part.
 from jslices._install import install_command as install_command
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -469,7 +470,9 @@ class IndexedSlices(Refusals):
             # `array + slices` asks for an array first. Handing back the slices makes
             # JAX return NotImplemented, so that Python calls `__radd__`.
             return self
-        return self._densely("an implicit conversion", "`.values` and `.indices`")
+        of_keras = ", and jslices.keras.Optimizer for an optimizer of Keras"
+        instead = "`.values` and `.indices`" + of_keras * ("keras" in sys.modules)
+        return self._densely("an implicit conversion", instead)
 
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None

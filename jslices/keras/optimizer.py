@@ -22,7 +22,7 @@ from jslices import (
     optim,
     tree,
 )
-from jslices.extend import Number, PyTree, State
+from jslices.extend import Number, PyTree, State, warn_at_line
 
 #: A value for each variable of the model, in their order, by their paths.
 ByPath: TypeAlias = Mapping[str, Any]
@@ -41,7 +41,7 @@ REFUSED = {
     "weight_decay": "type jslices.adamw(learning_rate, weight_decay=...), or jslices.lion",
     "use_ema": "an average of all weights reads the whole table at every step: pass, in "
     "place of jslices.adam, a function of the rate that returns "
-    "jslices.optim.params_ema(jslices.adam(rate), decay)",
+    "jslices.optim.params_ema(jslices.adam(rate), decay); fit ends with the averages",
     "gradient_accumulation_steps": "rows cannot be added up in arrays as large as the "
     "table: leave it out, and take larger batches in fit(batch_size=...)",
 }
@@ -124,16 +124,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         flush = lambda rate, *values: self._tx(rate).flush(*values)  # noqa: E731
         flushed = jax.jit(flush, donate_argnums=(1, 2))
         self._rows = _Rows(made, tx, learning_rate, arguments, caught_up, flushed)
-
-    @property
-    def catches_up(self) -> bool:
-        """True if rows without gradient wait, and catch up before they are read."""
-        return self._rows.tx.catches_up
-
-    @property
-    def peeks(self) -> bool:
-        """True if such rows can also be read without being written."""
-        return self._rows.tx.peeks
+        # Whether rows without gradient wait, and whether the loss may peek at them.
+        self.catches_up, self.peeks = made.catches_up, made.peeks
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make the variables of the state, for these variables of the model."""
@@ -151,13 +143,13 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         state = self._tx(self._rate()).init(self.values())
         leaves, rows.tree = jax.tree_util.tree_flatten_with_path(state)
         rows.state = [
-            self._new_variable(_identifier(jax.tree_util.keystr(path)), leaf)
-            for path, leaf in leaves
+            self._new_variable(jax.tree_util.keystr(path), leaf) for path, leaf in leaves
         ]
         if self.catches_up and rows.settable:
             rows.rate_of_missed = self._new_variable("rate_of_missed_steps", self._rate())
 
     def _new_variable(self, name: str, value: jax.Array) -> keras.Variable:
+        name = "".join(c if c.isalnum() else "_" for c in name).strip("_")  # as Keras wants
         variable = self.add_variable(value.shape, "zeros", value.dtype.name, name=name)
         variable.assign(jnp.copy(value))  # variables are donated, each on its own
         return variable
@@ -210,8 +202,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.build(list(trainable_variables))
         gradients = self._all_gradients(list(grads), trainable_variables)
         if self.loss_scale_factor is not None:
-            scale = self.loss_scale_factor
-            gradients = tree.map(lambda g: g / scale, gradients)
+            gradients = tree.map(lambda g: g / self.loss_scale_factor, gradients)
         tx = self._tx(self._rate())
         args = self._clipped(gradients), self._state(), self.values()
         self._assign(*tx.apply(*args, peeked=self._rows.peeked))
@@ -219,6 +210,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable.value))
         self.iterations.assign_add(1)
+        self._rows.current = False
 
     def _all_gradients(
         self, grads: list[PyTree], variables: Sequence[keras.Variable] | None
@@ -242,6 +234,22 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 whole.with_values(g) if is_slices(whole) else g
                 for whole, g in zip(rows.whole_gradients, grads, strict=True)
             ]
+        elif not any(map(is_slices, grads)):
+            pairs = zip(rows.variables, grads, strict=True)
+            tables = [v.path for v, g in pairs if v.name == "embeddings" and g is not None]
+            if tables:
+                warn_at_line(
+                    f"{', '.join(tables)}: the gradient is an array and moves all rows, "
+                    "even of a lazy optimizer: type model = jk.row_gradients(model), also "
+                    "after loading; js.value_and_grad in a train_step of your own"
+                )
+        elif self.catches_up and not rows.current:
+            raise ValueError(
+                'rows have to catch up before they are read (untouched="exact", or '
+                "params_ema), and in a train_step of your own they do not: take a lazy "
+                "optimizer, jk.Optimizer(js.adam, 1e-3); or write compute_loss in place of "
+                "train_step, and type model = jk.row_gradients(model)"
+            )
         return self.by_path(grads)
 
     @contextlib.contextmanager
@@ -277,6 +285,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         All rows do, if the learning rate has changed since the last step.
         """
         self._refuse_constraints(rows)
+        self._rows.current = True
         whole = tuple(name for name, ids in rows.items() if ids is True)
         ids = self.by_path([None if ids is True else ids for ids in rows.values()])
         new, old = self._rate(), self._rate_of_missed()
@@ -307,7 +316,19 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             return
         args = self._rate_of_missed(), self.values(), self._state()
         self._assign(*self._rows.flushed(*args))
-        self._rows.flushed_at = now
+        self._rows.flushed_at, self._rows.current = now, True
+
+    def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
+        """At the end of ``fit``, let the variables be the averages of ``params_ema``."""
+        if not self.built or self.iterations._value is None:
+            return  # the first step has failed
+        self.flush()
+        variables = dict(zip(self._rows.paths, self._rows.variables, strict=True))
+        averaged = lambda x: hasattr(x, "ema") and hasattr(x, "clock")  # noqa: E731
+        for part in jax.tree.leaves(self._state(), is_leaf=averaged):
+            for path, mean in part.ema.items() if averaged(part) else ():
+                if isinstance(mean, jax.Array):  # partition leaves out the others
+                    variables[path].assign(jnp.copy(mean))
 
     def _rate_of_missed(self) -> Rate:
         return self._rows.rate_of_missed.value if self._rows.settable else None
@@ -389,6 +410,7 @@ class _Rows:
     flushed_at: jax.Array | None = None  #: ``iterations`` when no row was behind
     whole_gradients: list[PyTree] | None = None  #: those that a step has taken apart
     peeked: PyTree = None  #: of this step: the variables whose rows were peeked at
+    current: bool = False  #: rows have caught up since the last step
 
     @property
     def settable(self) -> bool:
@@ -460,14 +482,6 @@ def _rate_for_keras(rate: Any) -> Any:
 
 def _paths(variables: Sequence[keras.Variable]) -> list[str]:
     """The paths of variables, numbered where two are equal."""
-    times: collections.Counter[str] = collections.Counter()
-    paths = []
-    for path in (variable.path for variable in variables):
-        times[path] += 1
-        paths.append(path if times[path] == 1 else f"{path}:{times[path]}")
-    return paths
-
-
-def _identifier(path: str) -> str:
-    """A key path as a name that Keras accepts."""
-    return "".join(c if c.isalnum() else "_" for c in path).strip("_")
+    paths = [variable.path for variable in variables]
+    times = [paths[: i + 1].count(path) for i, path in enumerate(paths)]
+    return [x if n == 1 else f"{x}:{n}" for x, n in zip(paths, times, strict=True)]

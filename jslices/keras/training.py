@@ -6,10 +6,25 @@ from typing import Any
 import jax
 import keras
 
-from jslices import GradientTransformation
+from jslices import GradientTransformation, optim
 from jslices import train_step as whole_step
 from jslices.extend import Params, PyTree, State
 from jslices.keras.optimizer import Optimizer
+
+#: What does the same as an optimizer of Keras: arguments that follow the learning rate.
+SAME = {
+    "SGD": ', momentum={momentum}, nesterov={nesterov}, untouched="exact"',
+    "Adagrad": ", initial_accumulator_value={initial_accumulator_value}, eps={epsilon}",
+    "RMSprop": ", decay={rho}, eps={epsilon}, centered={centered}, momentum={momentum}, "
+    'untouched="exact"',
+    "Adadelta": ', rho={rho}, eps={epsilon}, untouched="exact"',
+    "Lion": ', b1={beta_1}, b2={beta_2}, weight_decay={weight_decay}, untouched="exact"',
+    "Adam": ', b1={beta_1}, b2={beta_2}, eps={epsilon}, eps_hat=True, untouched="exact"',
+}
+SAME["AdamW"] = SAME["Adam"] + ", weight_decay={weight_decay}"
+#: Options of Keras that are here as well, and those that are not, or not everywhere.
+KEPT = "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"
+NOT_HERE = "amsgrad", "weight_decay", "use_ema", "gradient_accumulation_steps"
 
 
 def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
@@ -61,7 +76,8 @@ def row_gradients(model: keras.Model, *, sparse: PyTree = None) -> keras.Model:
         raise ValueError(
             f"{cls.__name__} has a train_step of its own, which row_gradients would "
             "replace: type jslices.value_and_grad for jax.value_and_grad in it, and "
-            "compile with jk.Optimizer"
+            "compile with jk.Optimizer of a lazy optimizer; or, for an exact one, write "
+            "compute_loss in place of train_step"
         )
     if keras.config.is_nnx_enabled():
         raise ValueError(
@@ -99,17 +115,10 @@ def train_step(
     outer, optimizer = model.optimizer, optimizer_of(model)
 
     def loss(variables: Mapping[str, jax.Array]) -> tuple[jax.Array, PyTree]:
-        result: tuple[jax.Array, PyTree] = model.compute_loss_and_updates(
-            list(variables.values()),
-            non_trainable,
-            metrics,
-            x,
-            y,
-            sample_weight,
-            training=True,
-            optimizer_variables=optimizer_variables,
+        args = list(variables.values()), non_trainable, metrics, x, y, sample_weight
+        return model.compute_loss_and_updates(  # type: ignore[no-any-return]
+            *args, training=True, optimizer_variables=optimizer_variables
         )
-        return result
 
     def scope_of(params: Params, state: State) -> keras.StatelessScope:
         mapping = [
@@ -130,11 +139,7 @@ def train_step(
             return optimizer.peek(rows)
 
     def apply(
-        grads: PyTree,
-        state: State,
-        params: Params,
-        key: None = None,
-        peeked: PyTree = None,
+        grads: PyTree, state: State, params: Params, key: None = None, peeked: PyTree = None
     ) -> tuple[Params, State]:
         values = list(params.values())
         with optimizer.values_of(list(grads.values()), peeked) as arrays:
@@ -164,13 +169,28 @@ def optimizer_of(model: keras.Model) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} takes no row gradients: type "
-            "model.compile(jk.Optimizer(js.adam, 1e-3), ...)"
+            f"{replacement(optimizer or keras.optimizers.Adam())}"
         )
     return optimizer
 
 
+def replacement(optimizer: keras.optimizers.Optimizer) -> str:
+    """What to type in place of an optimizer of Keras, and whether it does the same."""
+    config, name = optimizer.get_config(), type(optimizer).__name__
+    name = "AdamW" if name == "Adam" and config["weight_decay"] else name
+    ours = name.lower() if hasattr(optim, name.lower()) else "adam"
+    arguments = SAME.get(name, "")
+    lost = [x for x in NOT_HERE if config.get(x) and x not in arguments]
+    rate = config["learning_rate"]
+    rate = f"{rate:g}" if isinstance(rate, float) else "schedule"
+    kept = "".join(f", {x}={config[x]}" for x in KEPT if config.get(x))
+    config["momentum"] = config.get("momentum") or None
+    config["weight_decay"] = config.get("weight_decay") or 0.0
+    typed = f"js.{ours}, {rate}{arguments.format(**config)}{kept}"
+    effect = "for the same losses" if arguments and not lost else "the nearest that is here"
+    return f"model.compile(jk.Optimizer({typed}), ...), {effect}"
+
+
 def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """The optimizer inside the LossScaleOptimizer that Keras puts around it for float16."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer.inner_optimizer
-    return optimizer
+    return getattr(optimizer, "inner_optimizer", optimizer)
