@@ -145,6 +145,11 @@ def test_the_sum_of_a_batch_has_the_rows_of_all():
     for total, factor in ((BATCH.sum(0), 6), (BATCH.mean(0), 2)):
         assert js.is_slices(total)
         np.testing.assert_allclose(total.to_dense(), DENSE * factor, rtol=1e-6)
+    one = lambda v: js.IndexedSlices(v, jnp.array([0]), (4, 2))  # noqa: E731
+    small = jax.vmap(one)(np.full((3, 1, 2), 100, "int8"))
+    for dtype in (None, "int16"):
+        wanted = small.to_dense().sum(0, dtype)
+        assert_close(small.sum(0, dtype).to_dense(), wanted)
 
 
 def test_errors_of_reductions():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_unless
+from helpers import assert_close, slow_unless
 from jax import lax
 
 import jslices as js
@@ -24,12 +24,17 @@ def windows(table, starts):
     """Slices, as the primitive takes starts of any integer dtype."""
     zero = jnp.zeros((), starts.dtype)
     slices = lax.dynamic_slice_p.bind
+
+    def of_layer(i):
+        layer = slices(table.reshape(V, D, 1), i, zero, zero, slice_sizes=(1, D, 1))
+        return layer[0][jnp.array([0, 2])]
+
     for i in starts:
         yield slices(table, i, zero, slice_sizes=(1, D))
         yield slices(table, zero, i, slice_sizes=(1, 2))
         yield slices(table, i, i, slice_sizes=(2, D))
-        layer = slices(table.reshape(V, 1, D), i, zero, zero, slice_sizes=(1, 1, D))
-        yield layer[0][jnp.array([0])]
+        yield of_layer(i)
+    yield lax.scan(lambda carry, i: (carry, of_layer(i)), 0, starts)[1]
 
 
 def replaced(table, ids, mode):
@@ -101,3 +106,33 @@ def test_reads_are_those_of_jax(dtype):
             np.testing.assert_array_equal(x, want[name], err_msg=name)
         assert js.is_slices(grad)
         np.testing.assert_allclose(grad.to_dense(), want_grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [None, "promise_in_bounds", "fill", "drop", "clip"])
+def test_second_derivatives(mode):
+    """Those of JAX, but where a row is read against a promise, as plain indexing makes it.
+
+    There JAX's first derivative leaves the row out, and its second one counts it. Ours is
+    the derivative of the first.
+    """
+    ids, w = jnp.array([0, 5, 6, -7, 3]), jnp.array([[1.0, 2.0, 0.5]])
+
+    def rows(table):
+        return table[ids] if mode is None else table.at[ids].get(mode=mode, fill_value=0.5)
+
+    def as_promised(table):
+        near = table.at[ids].get(mode="clip")
+        good = jnp.array([True, True, False, False, True])[:, None]
+        return jnp.where(good, near, lax.stop_gradient(near))
+
+    def second(grad, rows):
+        def size(table, w):
+            first = grad(lambda t: jnp.sin((rows(t) * w).sum()))(table)
+            first = first.to_dense() if js.is_slices(first) else first
+            return (jnp.sin(first) * TABLE[10:16]).sum()
+
+        return jax.jit(jax.grad(size, (0, 1)))(TABLE[:6], w)
+
+    promised = mode in (None, "promise_in_bounds")
+    wanted = second(jax.grad, as_promised if promised else rows)
+    assert_close(second(js.grad, rows), wanted, 1e-4, 1e-5)

@@ -335,7 +335,8 @@ class IndexedSlices(Refusals):
         if numbering <= set(axes):
             return jnp.sum(self._present(), (*of_batch, batch, *within), dtype)
         if batch and axes == tuple(range(batch)):
-            return self._flattened().astype(dtype or self.dtype)
+            summed = jax.eval_shape(lambda x: jnp.sum(x, dtype=dtype), self.values)
+            return self._flattened().astype(summed.dtype)
         if of_batch:
             raise ValueError(
                 f"cannot sum slices over axis={axis}; sum all {batch} axes of the batch"
