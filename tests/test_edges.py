@@ -108,8 +108,9 @@ def test_reads_are_those_of_jax(dtype):
         np.testing.assert_allclose(grad.to_dense(), want_grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(6, 3), (2, 3, 3)])
 @pytest.mark.parametrize("mode", [None, "promise_in_bounds", "fill", "drop", "clip"])
-def test_second_derivatives(mode):
+def test_second_derivatives(mode, shape):
     """Those of JAX, but where a row is read against a promise, as plain indexing makes it.
 
     There JAX's first derivative leaves the row out, and its second one counts it. Ours is
@@ -118,20 +119,22 @@ def test_second_derivatives(mode):
     ids, w = jnp.array([0, 5, 6, -7, 3]), jnp.array([[1.0, 2.0, 0.5]])
 
     def rows(table):
+        table = table.reshape(6, 3)
         return table[ids] if mode is None else table.at[ids].get(mode=mode, fill_value=0.5)
 
     def as_promised(table):
-        near = table.at[ids].get(mode="clip")
+        near = table.reshape(6, 3).at[ids].get(mode="clip")
         good = jnp.array([True, True, False, False, True])[:, None]
         return jnp.where(good, near, lax.stop_gradient(near))
 
     def second(grad, rows):
         def size(table, w):
-            first = grad(lambda t: jnp.sin((rows(t) * w).sum()))(table)
-            first = first.to_dense() if js.is_slices(first) else first
-            return (jnp.sin(first) * TABLE[10:16]).sum()
+            loss = lambda t, w: jnp.sin((rows(t) * w).sum())  # noqa: E731
+            by_table, by_w = grad(loss, (0, 1))(table, w)
+            first = by_table.to_dense() if js.is_slices(by_table) else by_table
+            return (jnp.sin(first).reshape(6, 3) * TABLE[10:16]).sum() + (by_w**2).sum()
 
-        return jax.jit(jax.grad(size, (0, 1)))(TABLE[:6], w)
+        return jax.jit(jax.grad(size, (0, 1)))(TABLE[:6].reshape(shape), w)
 
     promised = mode in (None, "promise_in_bounds")
     wanted = second(jax.grad, as_promised if promised else rows)

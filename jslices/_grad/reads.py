@@ -111,19 +111,23 @@ class RowRead:
             if self.is_direct:
                 return take(view, RowIds((), ids, near), mode, None)
             return reader.rows(view, RowIds((), near, near))
-        if self.is_direct and self.graded is None:
+        promised = mode == Mode.PROMISE_IN_BOUNDS
+        # Of several axes that number rows, take_rows clips what is promised.
+        clips = promised and isinstance(view, TableView) and view.row_axes > 1
+        if self.is_direct and self.graded is None and not clips:
             return take(view, RowIds((), ids, ids), mode, self.fill_value)
         good = _in_range(ids, height) if self.good is None else self.good(operands)
         graded = good if self.graded is None else self.graded(operands)
         record = jnp.where(graded, near, height)
         if self.is_direct:
-            return take(view, RowIds((), ids, record), mode, self.fill_value)
-        rows = reader.rows(view, RowIds((), near, record))
-        if mode == Mode.PROMISE_IN_BOUNDS or self.graded is not None:
+            rows = take(view, RowIds((), ids, record), mode, self.fill_value)
+        else:
+            rows = reader.rows(view, RowIds((), near, record))
+        if promised or self.graded is not None:
             # These read a row, but send no gradient back, neither to the table nor to
             # anything else that the rows were made from.
             rows = jnp.where(per_row(graded, rows), rows, lax.stop_gradient(rows))
-        if mode == Mode.FILL_OR_DROP:
+        if mode == Mode.FILL_OR_DROP and not self.is_direct:
             rows = filled(rows, good, self.fill_value)
         return rows
 

@@ -80,10 +80,14 @@ class TableView(View):
     leaf: int
     array: Any = None
 
+    @property
+    def row_axes(self) -> int:
+        """How many axes of the array number the rows."""
+        return 1 + self.array.ndim - len(self.shape)
+
     def take(self, ids: jax.Array, mode: Any, fill_value: Any = None) -> jax.Array:
         """The rows ``[n, *D]``, without a gradient."""
-        row_axes = 1 + self.array.ndim - len(self.shape)
-        how = {"mode": mode, "fill_value": fill_value, "row_axes": row_axes}
+        how = {"mode": mode, "fill_value": fill_value, "row_axes": self.row_axes}
         return take_rows(drop_sharding(self.array), ids, **how)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
