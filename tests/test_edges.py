@@ -108,6 +108,14 @@ def test_reads_are_those_of_jax(dtype):
         np.testing.assert_allclose(grad.to_dense(), want_grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("number", [np.uint8(254), np.uint32(2**31 + 5), np.int8(-2)])
+def test_constant_numbers_of_columns(number):
+    loss = lambda t: lax.dynamic_index_in_dim(t[-1:], jnp.asarray(number), 1).sum()  # noqa: E731
+    found = jax.jit(js.value_and_grad(loss))(TABLE)
+    assert js.is_slices(found[1])
+    assert_close(found, jax.jit(jax.value_and_grad(loss))(TABLE))
+
+
 @pytest.mark.parametrize("shape", [(6, 3), (2, 3, 3)])
 @pytest.mark.parametrize("mode", [None, "promise_in_bounds", "fill", "drop", "clip"])
 def test_second_derivatives(mode, shape):

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PROGRAMS, fast_jit
+from helpers import PROGRAMS, assert_close, fast_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_random_programs import program
 
 import jslices as js
 
-V, D, K = 5, 2, 3
-TABLES = {"table": (V, D), "other": (V, D)}
-FROZEN = {"table": np.arange(V) == 1, "other": np.arange(V) > 3, "w": None}
+V, D = 6, 3
+TABLES = {"a": (V, D), "b": (V, D)}  # as in random programs
+FROZEN = {"a": np.arange(V) == 1, "b": np.arange(V) > 3, "w": None}
 SCHEDULE = optax.linear_schedule(0.1, 0.02, 3)
 SHAPES = {
-    name: js.IndexedSlices(np.zeros((K, D), np.float32), np.zeros(K, np.int32), shape)
+    name: js.IndexedSlices(np.zeros((V, D), np.float32), np.zeros(V, np.int32), shape)
     for name, shape in TABLES.items()
 } | {"w": np.zeros(3, np.float32)}
 
@@ -90,31 +91,61 @@ ALONE += ["adadelta({})", "adagrad({})", "sgd({}, momentum=0.9, nesterov=True)"]
 AROUND = ["chain(clip(0.5), {})", "chain(clip_by_global_norm(0.9), {})", "freeze({})"]
 AROUND += [
     "chain(scale(0.5), {})",
-    'masked({}, {{"table": True, "other": False, "w": True}})',
+    'masked({}, {{"a": True, "b": False, "w": True}})',
 ]
-AROUND += [
-    'partition({{"a": {}, "b": adam(0.1)}}, {{"table": "a", "other": "b", "w": "a"}})'
-]
+AROUND += ['partition({{"x": {}, "y": adam(0.1)}}, {{"a": "x", "b": "y", "w": "x"}})']
 AROUND += ["multi_steps({}, 2)"]
 OPTIMIZERS = st.recursive(
     st.builds(str.format, st.sampled_from(ALONE), RATES),
     lambda inner: st.builds(str.format, st.sampled_from(AROUND), inner),
     max_leaves=3,
 )
+
+
+@st.composite
+def programs(draw):
+    rng = draw(st.randoms(use_true_random=False))
+    return program(lambda *options: rng.choice(options), x64=False, sure=True)
+
+
 #: For each table the ids of a step, or that it is left out.
-IDS = st.none() | st.lists(st.integers(-1, V), min_size=K, max_size=K)
-STEPS = st.lists(st.fixed_dictionaries(dict.fromkeys(TABLES, IDS)), min_size=1, max_size=4)
+IDS = st.none() | st.lists(st.integers(-1, V), min_size=V, max_size=V)
+IDS = st.fixed_dictionaries(dict.fromkeys(TABLES, IDS))
+#: These, or a program that reads tables.
+STEPS = st.lists(IDS | programs().filter(lambda drawn: drawn.sure), min_size=1, max_size=4)
 
 
-def gradients_of(steps):
-    rng = np.random.default_rng(0)
-    for step in steps:
-        grads = {"w": jnp.asarray(rng.normal(size=3), jnp.float32)}
-        for name, ids in step.items():
-            ids = jnp.array([] if ids is None else ids, jnp.int32)
-            rows = jnp.asarray(rng.normal(size=(len(ids), D)), jnp.float32)
-            grads[name] = js.IndexedSlices(rows, ids, TABLES[name])
-        yield grads
+def of_ids(ids, rng):
+    """``gradients(params)`` of rows with these ids."""
+    grads = {}
+    for name, numbers in ids.items():
+        indices = jnp.array([] if numbers is None else numbers, jnp.int32)
+        rows = jnp.asarray(rng.normal(size=(len(indices), D)), jnp.float32)
+        grads[name] = js.IndexedSlices(rows, indices, TABLES[name])
+    return lambda params: grads
+
+
+def of_program(names, code):
+    """``gradients(params)`` of a random program, for the optimizer of this text."""
+
+    def short(grad):  # in any order such numbers have the same sum
+        rows = jnp.clip(jnp.round(16 * jnp.nan_to_num(grad.values)), -64, 64) / 16
+        grad = js.IndexedSlices(rows, grad.indices, grad.dense_shape)
+        return grad.coalesce(V) if "multi_steps" in code else grad  # which knows how many
+
+    def gradients(params):
+        tables = {name: params[name] for name in TABLES}
+        grads = js.grad(names["loss"])(names["P"] | tables, names["A"])
+        return {name: short(grads[name]) for name in TABLES}
+
+    return gradients
+
+
+def without_zeros(grad):
+    """Without entries of rows whose gradient is zero, which a dense one does not tell."""
+    moves = (grad.to_dense() != 0).any(axis=1)
+    moves = moves.at[grad.indices].get(mode="fill", fill_value=False)
+    return js.IndexedSlices(grad.values, jnp.where(moves, grad.indices, V), (V, D))
 
 
 def check(code, steps, untouched, method):
@@ -122,11 +153,21 @@ def check(code, steps, untouched, method):
     rng = np.random.default_rng(1)
     sizes = {**TABLES, "w": (3,)}
     start = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    steps = [
+        (
+            of_ids(step, rng) if isinstance(step, dict) else of_program(step.names(), code),
+            jnp.asarray(rng.normal(size=3), jnp.float32),
+        )
+        for step in steps
+    ]
+
+    def caught_up(params, state, grads):
+        if untouched == "lazy":
+            return params, state
+        ids = {name: grads[name].indices for name in TABLES} | {"w": None}
+        return ours.catch_up(params, state, ids)
 
     def step(params, state, grads):
-        if untouched == "exact":
-            ids = {name: grads[name].indices for name in TABLES} | {"w": None}
-            params, state = ours.catch_up(params, state, ids)
         if method == "apply":
             return ours.apply(grads, state, params)
         updates, state = ours.update(grads, state, params)
@@ -138,19 +179,28 @@ def check(code, steps, untouched, method):
         updates, state = theirs.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    @fast_jit
-    def run(start, grads):
-        found, wanted = (start, ours.init(start)), (start, theirs.init(start))
-        for grad in grads:
-            found, wanted = step(*found, grad), dense_step(*wanted, grad)
-        found = ours.flush(*found) if untouched == "exact" else found
-        return found[0], wanted[0]
+    def rows(params, grads):  # those that are there
+        return [js.embedding_lookup(params[name], grads[name].indices) for name in TABLES]
 
-    found, wanted = jax.device_get(run(start, list(gradients_of(steps))))
+    @fast_jit
+    def run(start):
+        found, wanted = (start, ours.init(start)), (start, theirs.init(start))
+        read = []
+        for gradients, dw in steps:
+            found = caught_up(*found, gradients(found[0]))
+            grads = gradients(found[0])
+            read.append([rows(params, grads) for params in (found[0], wanted[0])])
+            grads = {name: without_zeros(grads[name]) for name in TABLES} | {"w": dw}
+            found, wanted = step(*found, grads), dense_step(*wanted, grads)
+        found = ours.flush(*found) if untouched == "exact" else found
+        return found[0], wanted[0], read
+
+    found, wanted, read = jax.device_get(run(start))
     for name in sizes:
         moved = wanted[name] != start[name]
         np.testing.assert_array_equal(found[name][~moved], start[name][~moved])
-        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=2e-5)
+    for x, y in ((found, wanted), *read):
+        assert_close(x, y, rtol=1e-4, atol=2e-5)
 
 
 METHODS = st.sampled_from(["update", "apply"])

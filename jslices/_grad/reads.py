@@ -513,7 +513,10 @@ def _slice_rows(eqn: Equation, view: View) -> RowRead | None:
     def arrange(rows: jax.Array, values: Values) -> jax.Array:
         if whole_rows:
             return rows
-        return _jax.bind(eqn, [rows, jnp.zeros_like(values[1]), *values[2:]])[0]
+        limits = (n - size + 1 for n, size in zip(shape[1:], sizes[1:], strict=True))
+        # XLA takes large constants for negative ones, if they are unsigned.
+        starts = list(map(clipped_indices, values[2:], limits))
+        return _jax.bind(eqn, [rows, jnp.zeros_like(starts[0]), *starts])[0]
 
     return RowRead(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
 
