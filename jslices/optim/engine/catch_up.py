@@ -287,23 +287,25 @@ def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
 def caught_up(
     kernel: Kernel,
     behind: Behind,
-    arrays: Sequence[ArrayLike],
+    read: Sequence[ArrayLike],
+    kept: Sequence[ArrayLike],
     clock_at: int,
     count: jax.Array,
-    num_read: int = 1,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, ...] | None:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
     Where all rows are meant, and none has missed a step, as in an array that each step
-    moves as a whole, held ones are freed, and nothing else is done. ``arrays[clock_at]``
-    are the last steps; the first ``num_read`` are the parameter and what is only read.
+    moves as a whole, held ones are freed, and nothing else is done. The parameter is the
+    first that is ``read``; ``kept[clock_at]`` are the last steps.
     """
-    old = [jnp.asarray(x) for x in arrays]
-    if isinstance(behind, IndexedSlices):
+    if behind is False:
+        return None
+    num_read, old = len(read), [jnp.asarray(x) for x in (*read, *kept)]
+    if behind is not True:
         return step_rows(kernel, behind, old[:num_read], old[num_read:], adds=True)
-    last = old[clock_at]
+    last = old[num_read + clock_at]
     late = last_done(last) < count
-    old[clock_at] = jnp.where((last < 0) & ~late, ~last, last)
+    old[num_read + clock_at] = jnp.where((last < 0) & ~late, ~last, last)
     every_row = lambda *x: tuple(_every_row(kernel, list(x), num_read))  # noqa: E731
     as_it_is = lambda p, *rest: (p, *rest[num_read - 1 :])  # noqa: E731
 
@@ -319,14 +321,16 @@ def caught_up(
     return result
 
 
-def peeked(kernel: Kernel, behind: Behind, arrays: Sequence[ArrayLike]) -> jax.Array | None:
+def peeked(
+    kernel: Kernel, behind: Behind, read: Sequence[ArrayLike], kept: Sequence[ArrayLike]
+) -> jax.Array | None:
     """The rows ``[K, *D]`` of a parameter after their missed steps; nothing is written.
 
     An entry that is empty reads any row. The whole array where all rows are meant.
     """
     if behind is False:
         return None
-    old = [jnp.asarray(x) for x in arrays]
+    old = [jnp.asarray(x) for x in (*read, *kept)]
     if behind is True:
         return _caught_up(kernel, old)[0]
     axes = behind.row_axes

@@ -20,7 +20,7 @@ from jslices._jax import flatten, takes_tables
 from jslices._place import boundary
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, check_slices, each_shard, is_slices
+from jslices._slices import IndexedSlices, check_slices, each_shard
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -344,7 +344,7 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
 def _warned_of_complex(grads: Gradients) -> Gradients:
     """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
     leaves = jax.tree.leaves(grads, is_leaf=is_leaf)
-    if any(is_slices(g) and g.facts.unconjugated for g in leaves):
+    if any(isinstance(g, IndexedSlices) and g.facts.unconjugated for g in leaves):
         warn_at_line(f"{CONJUGATE} tx.apply or tx.update", category=UserWarning)
         return jax.tree.map(lambda x: x, grads)  # which forgets it
     return grads

@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,8 +100,6 @@ class _RuleOnTrees:
         self.names = tuple(rule.state)
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
-        #: Whether what noise knows rows by is read with the parameter, and not kept.
-        self.is_noisy = rule.missed is not None and rule.missed.noise is not None
         #: Whether rows have caught up, or a warning said that none has.
         self.has_caught_up = False
 
@@ -181,29 +179,30 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
-        new, results = state, []
-        if self.rule.missed is not None:
-            clock = exact.next_clock(state.clock, state.count, self.rule)
-            new = state._replace(clock=clock)
+        stepped, new = [], []
         kernel_of = self._kernels(state)
-        for path, rule, grad, arrays, param, *kind in zip(
+        for path, rule, grad, read, kept, *kind in zip(
             protocol.paths_of(tree),
             self._rules(params, tree),
             leaves,
-            self._arrays(state, tree, params),
-            _parameters(tree, params, reads_params),
+            self._read(state, tree, _parameters(tree, params, reads_params)),
+            self._kept(state, tree),
             is_peeked,
             strict=True,
         ):
             shapes = functools.partial(self.state_shapes, rule)
-            mine = arrays[self.is_noisy :][: len(self.names)]
-            grad = checked_gradient(path, grad, param, mine, shapes)
+            mine = kept[: len(self.names)]
+            grad = checked_gradient(path, grad, read[0], mine, shapes)
             kernel = kernel_of(rule, isinstance(grad, IndexedSlices), *kind)
-            read, kept = [param, *arrays[: self.is_noisy]], arrays[self.is_noisy :]
-            results.append(_step_leaf(adds, path, rule, kernel, grad, read, kept))
-        new = self._with_arrays(new, tree, [arrays for _, arrays in results])
-        stepped = tree.unflatten([x for x, _ in results])
-        return stepped, new._replace(count=next_count(state.count))
+            first, arrays = _step_leaf(adds, path, rule, kernel, grad, read, kept)
+            stepped.append(first)
+            new.append(arrays)
+        count = next_count(state.count)
+        if self.rule.missed is not None:
+            clock = exact.next_clock(state.clock, state.count, self.rule)
+            state = state._replace(clock=clock)
+        state = self._with_arrays(state, tree, new)._replace(count=count)
+        return tree.unflatten(stepped), state
 
     def _kernels(self, state: State) -> Callable[[Rule, bool, bool], Kernel]:
         """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
@@ -275,17 +274,9 @@ class _RuleOnTrees:
         rows at a time.
         """
         leaves, tree = flatten(params)
-        missed_by, rules = self._missed(state), self._rules(params, tree)
-        num_read = 1 + self.is_noisy
-        how = num_read + len(self.names), state.count, num_read
-        new = [
-            None
-            if rows is False
-            else exact.caught_up(missed_by(rule), rows, [p, *arrays], *how)
-            for rule, rows, p, arrays in zip(
-                rules, behind, leaves, self._arrays(state, tree, params), strict=True
-            )
-        ]
+        how = len(self.names), state.count
+        late = self._late(params, state, behind)
+        new = [exact.caught_up(*rows, *how) for rows in late]
         pairs = zip(leaves, new, strict=True)
         params = tree.unflatten([p if mine is None else mine[0] for p, mine in pairs])
         arrays = [None if mine is None else mine[1:] for mine in new]
@@ -293,16 +284,18 @@ class _RuleOnTrees:
 
     @on_any_mesh(lambda *args: None)
     @usual_promotion
-    def _peek(self, params: Params, state: State, rows: Sequence[exact.Behind]) -> PyTree:
+    def _peek(self, params: Params, state: State, behind: Sequence[exact.Behind]) -> PyTree:
+        late = self._late(params, state, behind)
+        return flatten(params)[1].unflatten([exact.peeked(*rows) for rows in late])
+
+    def _late(
+        self, params: Params, state: State, behind: Sequence[exact.Behind]
+    ) -> Iterator[tuple[Kernel, exact.Behind, list[Any], list[jax.Array]]]:
+        """For each parameter its missed steps, its rows, what these read and keep."""
         leaves, tree = flatten(params)
-        missed_by, rules = self._missed(state), self._rules(params, tree)
-        peeked = [
-            exact.peeked(missed_by(rule), behind, [p, *arrays])
-            for rule, behind, p, arrays in zip(
-                rules, rows, leaves, self._arrays(state, tree, params), strict=True
-            )
-        ]
-        return tree.unflatten(peeked)
+        kernels = map(self._missed(state), self._rules(params, tree))
+        arrays = self._read(state, tree, leaves), self._kept(state, tree)
+        return zip(kernels, behind, *arrays, strict=True)
 
     def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be."""
@@ -352,35 +345,36 @@ class _RuleOnTrees:
         # A None gradient stands for None or any part of the parameters: none is stepped.
         return [r if isinstance(r, Rule) else self.rule for r in rules]
 
-    def _arrays(
-        self, state: State, tree: PyTreeDef, params: Params
-    ) -> list[list[jax.Array]]:
+    def _read(
+        self, state: State, tree: PyTreeDef, params: Sequence[Any]
+    ) -> list[list[Any]]:
+        """For each leaf its parameter, and if there is noise what this knows rows by."""
+        if self.rule.missed is None or self.rule.missed.noise is None:
+            return [[p] for p in params]
+        last = arrays_of(state.clock, "last", tree)
+        names = map(exact.row_names, protocol.paths_of(tree), last, params)
+        return [list(pair) for pair in zip(params, names, strict=True)]
+
+    def _kept(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
         """For each leaf its state arrays; then ``last`` and the snapshot of a clock.
 
-        If there is noise, what it knows rows by is in front of them.
         Where a None gradient stands for None, or for a part of the parameters, it is
         whatever the state has there.
         """
         columns = [arrays_of(state, name, tree) for name in self.names]
-        arrays = [[column[i] for column in columns] for i in range(tree.num_leaves)]
         if self.rule.missed is None:
-            return arrays
-        last = arrays_of(state.clock, "last", tree)
+            return [[column[i] for column in columns] for i in range(tree.num_leaves)]
+        columns.append(arrays_of(state.clock, "last", tree))
         snapshots = tree.flatten_up_to(state.clock.snapshot)
-        arrays = [
-            [*mine, x, *(snapshot if isinstance(snapshot, tuple) else ())]
-            for mine, x, snapshot in zip(arrays, last, snapshots, strict=True)
+        return [
+            [*mine, *(snapshot if isinstance(snapshot, tuple) else ())]
+            for *mine, snapshot in zip(*columns, snapshots, strict=True)
         ]
-        if self.is_noisy:
-            rows = protocol.paths_of(tree), last, tree.flatten_up_to(params)
-            names = map(exact.row_names, *rows)
-            arrays = [[name, *mine] for name, mine in zip(names, arrays, strict=True)]
-        return arrays
 
     def _with_arrays(
         self, state: State, tree: PyTreeDef, arrays: Sequence[tuple[jax.Array, ...] | None]
     ) -> State:
-        """The state with these arrays, as :meth:`_arrays` gives them; None: as it was."""
+        """The state with these arrays, as :meth:`_kept` gives them; None: as it was."""
 
         def changed(old: PyTree, at: int | slice) -> PyTree:
             pairs = zip(tree.flatten_up_to(old), arrays, strict=True)
