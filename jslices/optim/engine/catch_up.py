@@ -8,7 +8,7 @@ closed form (``catch_up``), and before parameters are saved or evaluated all row
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -25,7 +25,7 @@ from jslices._place.placement import placement_at_hand
 from jslices._rows import access
 from jslices._rows.sums import number_by_first, number_by_runs
 from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
-from jslices._typing import Leaf, Params, PyTree
+from jslices._typing import Arrays, Leaf, Params, PyTree
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.rule import Kernel, Rule, decayed, next_count, per_row, row_like
 from jslices.optim.engine.step import Plan, execute, read_rows, step_rows
@@ -349,38 +349,49 @@ def peeked(
     return access.take_rows(rows, numbers, mode="promise_in_bounds")
 
 
-def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
+def missed_steps(
+    rule: Rule, kernel: Callable[..., Arrays], count: jax.Array, clock: Clock
+) -> Partial:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows.
 
-    Of frozen rows they change the state alone.
+    Of frozen rows they change the state alone. ``kernel`` is their :func:`arithmetic`.
     """
     steps, (*_, run, key) = _missed(rule), clock
     around = [part.around(count, run) for part in steps.parts]
     pairs = zip(around, steps.parts, strict=True)
     tables = [(x.table, part.after_each(run.dtype)) for x, part in pairs]
-    now, width = [y for x in around for y in x.before], len(around[0].before)
+    shared = count, run, tables, [x.before for x in around], key
+    return Partial(lambda shared, nothing, *arrays: kernel(shared, *arrays), shared)
 
-    # A step of rows calls it in several places: it is traced once for each shape.
+
+def arithmetic(rule: Rule, platform: str) -> Callable[..., Arrays]:
+    """``(shared, p, *arrays, last, *snapshot) -> (move, *new)`` of missed steps.
+
+    A step calls it in several places, and so does what peeks before it: one function for
+    all of them is traced once for each shape.
+    """
+    del platform  # another is another function, as the program may depend on it
+    steps = _missed(rule)
+
     @functools.partial(jax.jit, inline=True)
-    def kernel(
-        shared: PyTree, nothing: jax.Array, p: jax.Array, *rest: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        count, run, tables, now, key = shared
+    def kernel(shared: PyTree, p: jax.Array, *rest: jax.Array) -> Arrays:
+        count, run, tables, before, key = shared
+        now, width = [x for each in before for x in each], len(before[0])
         names, arrays, last, snapshot = _clock_apart(rest, len(now), key)
         if steps.average is not None:
             *arrays, mean = arrays
         done = last_done(last)
         late = done < count
-        column = per_row(late, p)
+        column, dtype = per_row(late, p), _float_like(p)
         moves = late & (done == last)
+
+        def of_rows(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape[: x.ndim - last.ndim], *column.shape)
 
         def advanced(number: int, p: jax.Array, kept: Sequence[jax.Array]) -> Any:
             missed = steps.parts[number].missed(count, run, tables[number], done, kept)
-            numbers = jax.tree.map(lambda x: x.astype(_float_like(p)), missed)
-            missed = numbers._replace(steps=missed.steps)
-            missed = jax.tree.map(
-                lambda x: x.reshape(*x.shape[: x.ndim - last.ndim], *column.shape), missed
-            )
+            numbers = jax.tree.map(lambda x: x.astype(dtype), missed)
+            missed = jax.tree.map(of_rows, numbers._replace(steps=missed.steps))
             move, *new = steps.advance(missed, p, *arrays)
             if key is not None:
                 move += _noise(steps, key, names, done, count, missed.run, p)
@@ -401,13 +412,13 @@ def missed_steps(rule: Rule, count: jax.Array, clock: Clock) -> Partial:
         ]
         return move, *moved, *_now(count, now, last, snapshot)
 
-    return Partial(kernel, (count, run, tables, now, key))
+    return kernel
 
 
 def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """A parameter and what is kept with it, or rows of them, after their missed steps."""
     p = arrays[0]
-    move, *new = kernel(jnp.zeros((*p.shape[:1], 0)), *arrays)
+    move, *new = kernel(None, *arrays)
     return [(p + move).astype(p.dtype), *new]
 
 

@@ -100,6 +100,7 @@ class _RuleOnTrees:
         self.names = tuple(rule.state)
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
+        self.arithmetic = functools.cache(exact.arithmetic)
         #: Whether rows have caught up, or a warning said that none has.
         self.has_caught_up = False
 
@@ -258,9 +259,12 @@ class _RuleOnTrees:
 
     def _missed(self, state: State) -> Callable[[Rule], Partial]:
         """From a rule to what its rows do that are behind."""
-        return functools.cache(
-            lambda rule: exact.missed_steps(rule, state.count, state.clock)
-        )
+
+        def missed_by(rule: Rule) -> Partial:
+            kernel = self.arithmetic(rule, platform_of())
+            return exact.missed_steps(rule, kernel, state.count, state.clock)
+
+        return functools.cache(missed_by)
 
     @on_any_mesh(lambda self, *args: protocol.shardings_of_params(*args))
     @usual_promotion
