@@ -50,26 +50,28 @@ class Clock(NamedTuple):
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
 
 
-def new_clock(params: Params, rules: Sequence[Rule]) -> Clock:
+def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
     """The clock before the first step of optimizers whose rows catch up."""
     leaves, tree = flatten(params)
     widest = jnp.result_type(np.float32, *map(_float_like, leaves))
     start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), widest)
-    if rules and _missed(rules[0]).average is not None:
+    if missed and missed[0].average is not None:
         run = jnp.append(run, 1)
     last = [row_like(p, 0, jnp.int32) for p in leaves]
 
     # A learning rate that is an array is of the mesh of a step's inside.
     @boundary.on_any_mesh(boundary.like_first)
     def before(run: jax.Array, start: jax.Array) -> list[list[jax.Array]]:
-        parts = [_missed(rule).parts for rule in rules]
-        return [[x for y in each for x in y.around(start, run).before] for each in parts]
+        return [
+            [x for part in steps.parts for x in part.around(start, run).before]
+            for steps in missed
+        ]
 
     snapshot = [
         tuple(row_like(p, x, _float_like(p)) for x in numbers)
         for numbers, p in zip(before(run, start), leaves, strict=True)
     ]
-    noise = _missed(rules[0]).noise if rules else None
+    noise = missed[0].noise if missed else None
     key = None if noise is None else jnp.array(noise[1])
     return Clock(tree.unflatten(last), tree.unflatten(snapshot), run, key)
 
@@ -127,14 +129,9 @@ def _float_like(p: Any) -> np.dtype:
     return np.dtype("f8" if jnp.result_type(p) in ("float64", "complex128") else "f4")
 
 
-def next_clock(clock: Clock, count: jax.Array, rule: Rule) -> Clock:
-    """The clock with the run of the step that follows ``count`` steps."""
-    return clock._replace(run=_missed(rule).around(count, clock.run).run)
-
-
 def with_clock(
     kernel: Kernel,
-    rule: Rule,
+    steps: MissedSteps,
     count: jax.Array,
     clock: Clock,
     missed: Partial | None,
@@ -145,7 +142,7 @@ def with_clock(
     under jit nothing can be raised, and a step from a stale row must not pass for a right
     one.
     """
-    step, steps, (*_, run, key) = next_count(count), _missed(rule), clock
+    step, (*_, run, key) = next_count(count), clock
     snapshot = [x for part in steps.parts for x in part.around(count, run).after]
     average = steps.average
 
@@ -350,13 +347,13 @@ def peeked(
 
 
 def missed_steps(
-    rule: Rule, kernel: Callable[..., Arrays], count: jax.Array, clock: Clock
+    steps: MissedSteps, kernel: Callable[..., Arrays], count: jax.Array, clock: Clock
 ) -> Partial:
     """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows.
 
     Of frozen rows they change the state alone. ``kernel`` is their :func:`arithmetic`.
     """
-    steps, (*_, run, key) = _missed(rule), clock
+    *_, run, key = clock
     around = [part.around(count, run) for part in steps.parts]
     pairs = zip(around, steps.parts, strict=True)
     tables = [(x.table, part.after_each(run.dtype)) for x, part in pairs]
@@ -364,14 +361,13 @@ def missed_steps(
     return Partial(lambda shared, nothing, *arrays: kernel(shared, *arrays), shared)
 
 
-def arithmetic(rule: Rule, platform: str) -> Callable[..., Arrays]:
+def arithmetic(steps: MissedSteps, platform: str) -> Callable[..., Arrays]:
     """``(shared, p, *arrays, last, *snapshot) -> (move, *new)`` of missed steps.
 
     A step calls it in several places, and so does what peeks before it: one function for
     all of them is traced once for each shape.
     """
     del platform  # another is another function, as the program may depend on it
-    steps = _missed(rule)
 
     @functools.partial(jax.jit, inline=True)
     def kernel(shared: PyTree, p: jax.Array, *rest: jax.Array) -> Arrays:
@@ -499,8 +495,3 @@ def _every_row(kernel: Kernel, arrays: list[jax.Array], num_read: int) -> list[j
         plan, kernel, rows, nothing, p.shape[:axes], arrays, num_read, adds=True
     )
     return [boundary.row_major_array(x) for x in new]
-
-
-def _missed(rule: Rule) -> MissedSteps:
-    assert rule.missed is not None
-    return rule.missed

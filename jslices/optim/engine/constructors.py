@@ -24,7 +24,6 @@ from jslices.optim.engine.protocol import (
     GradientTransformation,
     left_to_xla,
     shardings_of_step,
-    shardings_of_update,
 )
 from jslices.optim.engine.rule import value_at
 
@@ -87,10 +86,9 @@ def optimizer(
     @functools.lru_cache(2 * REMEMBERED, typed=True)
     def program(name: str, tree: PyTreeDef, *leaves: Hashable) -> Callable[..., Any]:
         """A step of which some arguments of the optimizer are numbers of the step."""
+        adds = name == "apply"
 
-        types = shardings_of_update if name == "update" else shardings_of_step
-
-        @on_any_mesh(lambda numbers, *operands: types(*operands))
+        @on_any_mesh(lambda _, *operands: shardings_of_step(*operands, adds=adds))
         def with_numbers(numbers: dict[str, Scalar], *operands: PyTree) -> Any:
             tx = by_name(**tree.unflatten(leaves), **numbers)
             return getattr(tx, name)(*operands)

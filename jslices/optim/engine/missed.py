@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jslices._place import boundary
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Arrays, Scalar, Schedule
 
 #: What is left of a term beyond the window, relative to the first, and how much of a square
 #: is the rounding of what is taken from it: as multiples of the smallest ``eps``.
@@ -41,15 +41,6 @@ MOST_STEPS = 1 << 17
 
 #: Numbers of steps, counted from 1: of JAX in a program, of NumPy for what is a constant.
 Steps = jax.Array | np.ndarray
-
-
-def _compiled_method(method: Callable[..., PyTree]) -> Any:
-    """A method of scalars and small tables, compiled: eager, it dispatches dozens."""
-
-    def bound(self: "MissedSteps") -> Callable[..., PyTree]:
-        return jax.jit(functools.partial(method, self), inline=True)
-
-    return functools.cached_property(bound)
 
 
 class Series(NamedTuple):
@@ -146,13 +137,17 @@ class MissedSteps:
         log1p = np.log1p if isinstance(steps, np.ndarray) else jnp.log1p
         return log1p(-rates * _at_each(self.weight_decay, steps, dtype))
 
-    @_compiled_method
-    def around(self, count: jax.Array, run: jax.Array) -> Around:
-        """What all rows share in the step that follows ``count`` steps.
+    @functools.cached_property
+    def around(self) -> Callable[[jax.Array, jax.Array], Around]:
+        """What all rows share in the step that follows ``count`` steps, from these and run.
 
         The steps before and after it are evaluated together, once: XLA compiles a schedule,
-        powers and sums as slowly as all that is done to the rows of a table.
+        powers and sums as slowly as all that is done to the rows of a table. Compiled, as
+        eager it would dispatch dozens of scalars and small tables.
         """
+        return jax.jit(self._around, inline=True)
+
+    def _around(self, count: jax.Array, run: jax.Array) -> Around:
         dtype, width = run.dtype, self._window(run.dtype)
         back = np.arange(width, dtype=np.int32)
         ahead = np.arange(1, 2 + width * self.keeps_series(dtype), dtype=np.int32)
@@ -198,11 +193,11 @@ class MissedSteps:
 
     @functools.cached_property
     def parts(self) -> "tuple[MissedSteps, ...]":
-        """These steps, and what they do to an average."""
+        """What these steps do to a row, and to its average."""
         if self.average is None:
             return (self,)
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        return self, _Faded(**fields, own=self)
+        return self, _OfAverage(**fields, of_row=self)
 
     def missed(
         self,
@@ -307,35 +302,38 @@ class MissedSteps:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Faded(MissedSteps):
-    """The same steps for ``average - pull * row``, which fades by ``d`` a step.
+class _OfAverage(MissedSteps):
+    """What missed steps do to ``average - pull * row``: a quantity that decays by ``d``.
 
-    A step that moves the row by ``u`` adds ``(1 - d - pull) * u`` to it. The sums are of
-    ``(pull - (1 - d)) / d * u``, which is ``u`` without weight decay.
+    Weight decay of the row does nothing else to it, by the choice of the pull. A step that
+    moves the row by ``u`` adds ``-d * share * u``, where ``d * share = pull - (1 - d)``
+    with the pull after the step; without weight decay the pull and the share are 1.
     """
 
-    own: Any = None
+    of_row: Any = None
     decays, keeps_run = True, False  # type: ignore[assignment]
 
     @property
     def _is_factor(self) -> bool:
-        return self.own._is_factor  # type: ignore[no-any-return]
+        return self.of_row._is_factor  # type: ignore[no-any-return]
 
     def keeps_series(self, dtype: np.dtype) -> bool:
-        return bool(self.series) and (self.own.decays or super().keeps_series(dtype))
+        return bool(self.series) and (self.of_row.decays or super().keeps_series(dtype))
 
     def pace(self, steps: Steps, dtype: np.dtype) -> Any:
         return _at_each(math.log(self.average), steps, dtype)  # type: ignore[arg-type]
 
     def _shares(self, steps: jax.Array, run: jax.Array, width: int) -> jax.Array:
-        fade, d = super()._shares(steps, run, width), self.own.average
-        if not self.own.decays:
-            return fade
-        own = self.own._shares(steps, run, width)
-        pulls = (1 - d) * fade / own
-        back, ahead = jnp.cumsum(pulls[:width]), jnp.cumsum(pulls[width:])
-        pull = jnp.append(run[2] - back, run[2] + ahead - pulls[width:])
-        return own * pull / d
+        faded = super()._shares(steps, run, width)
+        if not self.of_row.decays:
+            return faded
+        d, left = self.of_row.average, self.of_row._shares(steps, run, width)
+        # A pull is ``1 - d`` and ``d / (1 - lr * weight_decay)`` of the one before: what
+        # each step adds, as it has grown until now.
+        adds = (1 - d) * faded / left
+        back, ahead = jnp.cumsum(adds[:width]), jnp.cumsum(adds[width:])
+        pull = jnp.append(run[2] - back, run[2] + ahead - adds[width:])
+        return left * pull / d
 
 
 def momentum_series(b1: Scalar, nesterov: bool = False, corrected: bool = True) -> Series:
@@ -399,11 +397,8 @@ def two_steps(xp: Any, sums: Any, dtype: np.dtype) -> Any:
 
 def fading(decay: Scalar, missed: Missed) -> jax.Array:
     """``decay ** steps``, what the missed steps leave of a decaying mean."""
-    return _powers(decay, missed.steps, missed.run.dtype)
-
-
-def _powers(ratio: Scalar, exponents: jax.Array, dtype: np.dtype) -> jax.Array:
-    return jnp.power(jnp.asarray(ratio, dtype), exponents.astype(dtype))
+    dtype = missed.run.dtype
+    return jnp.power(jnp.asarray(decay, dtype), missed.steps.astype(dtype))
 
 
 def _at_each(value: Scalar | Schedule, steps: Steps, dtype: np.dtype) -> Any:

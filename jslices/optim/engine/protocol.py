@@ -393,6 +393,9 @@ def widening(
     return widened
 
 
+@takes_tables(like=0)
+@boundary.one_program
+@boundary.on_any_mesh(boundary.like_first)
 def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     """``params`` plus ``updates``, in place where ``params`` are donated.
 
@@ -449,13 +452,6 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     no None, and no key).
     """
     refuse_alone("apply_updates", updates, params)
-    return _apply_updates(params, updates, key)
-
-
-@takes_tables(like=0)
-@boundary.one_program
-@boundary.on_any_mesh(boundary.like_first)
-def _apply_updates(params: Params, updates: Any, key: Key | None) -> Any:
     bits = None if key is None else rounding.key_bits(key, "apply_updates")
     leaves, tree = flatten(updates, is_leaf=is_leaf)
 
@@ -566,28 +562,14 @@ def check_kinds(name: str, update: Leaf, param: jax.Array) -> None:
             )
 
 
-def shardings_of_update(grads: Gradients, state: State, *rest: Any) -> tuple[Any, Any]:
-    """How the results of ``update`` are split over devices, where types tell."""
-    del rest
-    updates = jax.tree.map(
-        lambda g: boundary.shardings_of(g.values if isinstance(g, IndexedSlices) else g),
-        grads,
-        is_leaf=is_leaf,
-    )
-    return updates, boundary.shardings_of(state)
-
-
 def shardings_of_step(
-    grads: Gradients, state: State, params: Params, *rest: Any
-) -> tuple[PyTree, PyTree]:
-    """How the results of ``apply`` are split over devices, where types tell."""
-    return shardings_of_params(params, state, grads, rest)
-
-
-def shardings_of_params(params: Params, state: State, *rest: Any) -> tuple[PyTree, PyTree]:
-    """How ``(params, state)`` are split over devices, where types tell."""
+    grads: Gradients, state: State, params: Params, *rest: Any, adds: bool = False
+) -> Any:
+    """How results of ``update`` are split over devices; those of ``apply`` if it adds."""
     del rest
-    return boundary.shardings_of(params), boundary.shardings_of(state)
+    values = lambda g: g.values if isinstance(g, IndexedSlices) else g  # noqa: E731
+    first = params if adds else jax.tree.map(values, grads, is_leaf=is_leaf)
+    return boundary.shardings_of((first, state))
 
 
 def left_to_xla(tree: PyTree, state: State) -> PyTree:
@@ -604,11 +586,10 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
     def changed(g: Leaf) -> Leaf:
         return g.with_facts(g.facts._replace(placement=None)) if is_everywhere(g) else g
 
-    if not any(map(is_everywhere, flatten(tree, is_leaf)[0])):
-        return tree
-    if not any(boundary.split_rows(x) for x in jax.tree.leaves(state)):
-        return tree
-    return jax.tree.map(changed, tree, is_leaf=is_leaf)
+    splits = any(map(is_everywhere, flatten(tree, is_leaf)[0])) and any(
+        map(boundary.split_rows, jax.tree.leaves(state))
+    )
+    return jax.tree.map(changed, tree, is_leaf=is_leaf) if splits else tree
 
 
 def _misfit(path: str, update: Leaf, param: jax.Array) -> ValueError:

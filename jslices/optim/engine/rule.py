@@ -30,7 +30,7 @@ class Step:
     """
 
     count: jax.Array  #: int32 ``[]``, the steps taken before.
-    _weights: dict[Any, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict)
+    _weights: list[tuple[Any, bool, jax.Array]] = dataclasses.field(default_factory=list)
 
     @property
     def number(self) -> jax.Array:
@@ -58,11 +58,11 @@ class Step:
         The weight is broadcast by a step of its own, or XLA makes a product with the
         reciprocal, which rounds otherwise than Optax's division.
         """
-        key = (id(decay), ahead)
-        if key not in self._weights:
+        same = (w for of, later, w in self._weights if of is decay and later == ahead)
+        if (whole := next(same, None)) is None:
             number = next_count(self.number) if ahead else self.number
-            self._weights[key] = decay, _weight_seen(decay, number)
-        whole = self._weights[key][1]
+            whole = _weight_seen(decay, number)
+            self._weights.append((decay, ahead, whole))
 
         def corrected(mean: jax.Array) -> jax.Array:
             weight = (jnp.sqrt(whole) if root else whole).astype(mean.dtype)

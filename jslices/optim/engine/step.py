@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -223,10 +223,9 @@ def step_rows(
     every, shape = (*read, *state), grad.dense_shape
     sizes = None if shape is None else shape[: grad.row_axes]
 
-    def run(plan: Plan) -> Callable[..., tuple[jax.Array, ...]]:
-        return lambda indices, values, *arrays: execute(
-            plan, kernel, indices, values, sizes, arrays, len(read), adds, distinct
-        )
+    def run(plan: Plan, indices: Any, values: Any, *arrays: Any) -> tuple[jax.Array, ...]:
+        how = sizes, arrays, len(read), adds, distinct
+        return execute(plan, kernel, indices, values, *how)
 
     distinct = unique or grad.facts.distinct
     by_rows = every if state or not linear else ()
@@ -237,9 +236,10 @@ def step_rows(
     )
     operands = grad.indices, grad.values, *every
     if cpu == other:
-        result = run(cpu)(*operands)
+        result = run(cpu, *operands)
     else:
-        result = lax.platform_dependent(*operands, cpu=run(cpu), default=run(other))
+        on_cpu, elsewhere = (functools.partial(run, plan) for plan in (cpu, other))
+        result = lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
     indices, first, *new = result
     new = [row_major_array(x) for x in new]
     if adds:
@@ -449,11 +449,8 @@ def _like(rows: Sequence[jax.Array], row_axes: int, count: int) -> list[jax.Arra
 
     They vary as these do inside a ``shard_map``.
     """
-    shapes = [x.shape[row_axes if number else 1 :] for number, x in enumerate(rows)]
-    zeros = (
-        jnp.zeros((count, *shape), x.dtype) for x, shape in zip(rows, shapes, strict=True)
-    )
-    return _jax.as_varying_as(rows, *zeros)
+    shapes = ((count, *x.shape[row_axes if i else 1 :]) for i, x in enumerate(rows))
+    return _jax.as_varying_as(rows, *map(jnp.zeros, shapes, (x.dtype for x in rows)))
 
 
 def _all_rows(

@@ -12,7 +12,7 @@ from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, is_function, shown
 from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
-from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of
+from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shardings_of
 from jslices._place.hints import (
     HINT_BYTES,
     hint_large_step,
@@ -81,15 +81,6 @@ def _unpickled(state_type: Any, *parts: PyTree) -> Any:
     return _averaging(state_type)(*parts)
 
 
-def _shardings_of_step(
-    run: Any, grads: Gradients, state: State, params: Params, peeked: PyTree, adds: bool
-) -> tuple[PyTree, PyTree]:
-    """How the results of a step are split over devices, where types tell."""
-    del run, peeked
-    of = protocol.shardings_of_step if adds else protocol.shardings_of_update
-    return of(grads, state, params)
-
-
 class _RuleOnTrees:
     """A rule, run on trees of arrays and IndexedSlices."""
 
@@ -130,7 +121,7 @@ class _RuleOnTrees:
             arrays = tree.unflatten([laid_out_as(p, start(p)) for start, p in pairs])
             state[name] = boxed_anew(in_boxes, starts, arrays)
         if self.rule.missed is not None:
-            clock = exact.new_clock(params, rules)
+            clock = exact.new_clock(params, [rule.missed for rule in rules if rule.missed])
             boxed = functools.partial(boxed_anew, in_boxes, [row_of(0)] * len(rules))
             last, snapshot = boxed(clock.last), boxed(clock.snapshot)
             state["clock"] = clock._replace(last=last, snapshot=snapshot)
@@ -162,7 +153,7 @@ class _RuleOnTrees:
             return protocol.in_two(self.update)(grads, state, params, key, peeked=peeked)
         return self._step(protocol.left_to_xla(grads, state), state, params, peeked, True)
 
-    @on_any_mesh(_shardings_of_step)
+    @on_any_mesh(lambda _, *args: protocol.shardings_of_step(*args, adds=args[-1]))
     @usual_promotion
     def _step(
         self, grads: Gradients, state: State, params: Params, peeked: PyTree, adds: bool
@@ -200,8 +191,8 @@ class _RuleOnTrees:
             new.append(arrays)
         count = next_count(state.count)
         if self.rule.missed is not None:
-            clock = exact.next_clock(state.clock, state.count, self.rule)
-            state = state._replace(clock=clock)
+            run = self.rule.missed.around(state.count, state.clock.run).run
+            state = state._replace(clock=state.clock._replace(run=run))
         state = self._with_arrays(state, tree, new)._replace(count=count)
         return tree.unflatten(stepped), state
 
@@ -210,7 +201,7 @@ class _RuleOnTrees:
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
         """
-        step, missed_by = Step(state.count), self._missed(state)
+        step, missed_by = Step(state.count), self._missed_by(state)
 
         @functools.cache
         def kernel_of(rule: Rule, by_row: bool, is_peeked: bool) -> Kernel:
@@ -218,7 +209,7 @@ class _RuleOnTrees:
             if rule.missed is None:
                 return kernel
             missed = missed_by(rule) if is_peeked else None
-            return exact.with_clock(kernel, rule, state.count, state.clock, missed)
+            return exact.with_clock(kernel, rule.missed, state.count, state.clock, missed)
 
         return kernel_of
 
@@ -251,22 +242,26 @@ class _RuleOnTrees:
         self.has_caught_up = True
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(params)
-        columns = [arrays_of(state, name, tree) for name in self.names]
-        paths, rules = protocol.paths_of(tree), self._rules(params, tree)
-        for path, p, rule, *old in zip(paths, leaves, rules, *columns, strict=True):
-            check_shapes(path, jnp.shape(p), old, self.state_shapes(rule, jnp.shape(p)))
+        arrays = self._rules(params, tree), self._kept(state, tree)
+        for path, p, rule, kept in zip(
+            protocol.paths_of(tree), leaves, *arrays, strict=True
+        ):
+            shapes = self.state_shapes(rule, jnp.shape(p))
+            check_shapes(path, jnp.shape(p), kept[: len(self.names)], shapes)
         return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
-    def _missed(self, state: State) -> Callable[[Rule], Partial]:
+    def _missed_by(self, state: State) -> Callable[[Rule], Partial]:
         """From a rule to what its rows do that are behind."""
 
+        @functools.cache
         def missed_by(rule: Rule) -> Partial:
-            kernel = self.arithmetic(rule, platform_of())
-            return exact.missed_steps(rule, kernel, state.count, state.clock)
+            assert rule.missed is not None
+            kernel = self.arithmetic(rule.missed, platform_of())
+            return exact.missed_steps(rule.missed, kernel, state.count, state.clock)
 
-        return functools.cache(missed_by)
+        return missed_by
 
-    @on_any_mesh(lambda self, *args: protocol.shardings_of_params(*args))
+    @on_any_mesh(lambda self, params, state, behind: shardings_of((params, state)))
     @usual_promotion
     def _advance(
         self, params: Params, state: State, behind: Sequence[exact.Behind]
@@ -297,7 +292,7 @@ class _RuleOnTrees:
     ) -> Iterator[tuple[Kernel, exact.Behind, list[Any], list[jax.Array]]]:
         """For each parameter its missed steps, its rows, what these read and keep."""
         leaves, tree = flatten(params)
-        kernels = map(self._missed(state), self._rules(params, tree))
+        kernels = map(self._missed_by(state), self._rules(params, tree))
         arrays = self._read(state, tree, leaves), self._kept(state, tree)
         return zip(kernels, behind, *arrays, strict=True)
 
@@ -448,13 +443,10 @@ def _step_leaf(
         return None, _step_leaf(False, path, rule, kernel, grad, read, arrays)[1]
     if adds:
         protocol.check_kinds(path, grad, param)
-    if (
-        isinstance(grad, IndexedSlices)
-        and rule.sums_first is not None
-        and rule.sums_first(param)
-    ):
+    by_rows = isinstance(grad, IndexedSlices)
+    if by_rows and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
-    if not isinstance(grad, IndexedSlices) or rule.update_slices is not None:
+    if not by_rows or rule.update_slices is not None:
         update, *new = kernel(grad, *read, *arrays)
         return protocol.add_update(path, update, param) if adds else update, tuple(new)
     how = {"adds": adds, "linear": rule.linear}

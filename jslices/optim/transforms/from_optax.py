@@ -83,7 +83,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
     def update(
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
-        run = on_any_mesh(protocol.shardings_of_update)(lifted.update)
+        run = on_any_mesh(protocol.shardings_of_step)(lifted.update)
         return run(grads, state, params, extra_args)
 
     return GradientTransformation(lifted.init, update, plan=lifted.plan)
