@@ -51,6 +51,7 @@ def sum_duplicates(
     size: int | None,
     combine: str = "sum",
     order: Order = "sorted",
+    on_cpu: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums the rows that share an index.
 
@@ -63,6 +64,7 @@ def sum_duplicates(
         always suffices.
       combine: a key of ``COMBINERS``.
       order: the order of the rows; ``"any"`` is fastest.
+      on_cpu: whether a CPU will run it, if that is known.
 
     Returns:
       ``(values [U, *D], indices [U], distinct [])``: distinct rows and empty entries (index
@@ -82,7 +84,7 @@ def sum_duplicates(
     capacity = enough if size is None else size
     if capacity < 0:
         raise ValueError(f"coalesce(size={size}): size must not be negative")
-    how = num_rows, capacity, combine, order
+    how = num_rows, capacity, combine, order, on_cpu
     unique, summed, distinct = _sum_duplicates(values, indices, *how)
     if capacity != enough and not access.is_below(enough, capacity):
         summed = _refuse_overflow(summed, distinct, capacity)
@@ -90,7 +92,7 @@ def sum_duplicates(
 
 
 # Traced once for all gradients of one shape, and one program outside ``jax.jit``.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
 def _sum_duplicates(
     values: jax.Array,
     indices: jax.Array,
@@ -98,6 +100,7 @@ def _sum_duplicates(
     capacity: int,
     combine: str,
     order: Order,
+    on_cpu: bool | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(indices [U], sums [U, *D], distinct [])``, whether they fit or not."""
     num_ids = indices.shape[0]
@@ -114,11 +117,11 @@ def _sum_duplicates(
         by_runs = functools.partial(
             _by_runs, jnp.array(empty, indices.dtype), capacity, divisor, order
         )
+        elsewhere = in_turn if _jax.is_symbolic(num_ids) else by_runs
+        if on_cpu is not None:
+            return (in_turn if on_cpu else elsewhere)(indices, values)
         unique, summed, distinct = lax.platform_dependent(
-            indices,
-            values,
-            cpu=in_turn,
-            default=in_turn if _jax.is_symbolic(num_ids) else by_runs,
+            indices, values, cpu=in_turn, default=elsewhere
         )
     return unique, summed, distinct
 

@@ -223,8 +223,10 @@ def step_rows(
     every, shape = (*read, *state), grad.dense_shape
     sizes = None if shape is None else shape[: grad.row_axes]
 
-    def run(plan: Plan, indices: Any, values: Any, *arrays: Any) -> tuple[jax.Array, ...]:
-        how = sizes, arrays, len(read), adds, distinct
+    def run(
+        plan: Plan, on_cpu: bool | None, indices: Any, values: Any, *arrays: Any
+    ) -> tuple[jax.Array, ...]:
+        how = sizes, arrays, len(read), adds, distinct, on_cpu
         return execute(plan, kernel, indices, values, *how)
 
     distinct = unique or grad.facts.distinct
@@ -236,10 +238,11 @@ def step_rows(
     )
     operands = grad.indices, grad.values, *every
     if cpu == other:
-        result = run(cpu, *operands)
+        result = run(cpu, None, *operands)
     else:
-        on_cpu, elsewhere = (functools.partial(run, plan) for plan in (cpu, other))
-        result = lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
+        here = functools.partial(run, cpu, True)
+        elsewhere = functools.partial(run, other, False)
+        result = lax.platform_dependent(*operands, cpu=here, default=elsewhere)
     indices, first, *new = result
     new = [row_major_array(x) for x in new]
     if adds:
@@ -260,6 +263,7 @@ def execute(
     num_read: int = 0,
     adds: bool = False,
     distinct: bool = False,
+    on_cpu: bool | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs ``kernel`` on the rows that ``indices`` name, as ``plan`` says.
 
@@ -274,6 +278,7 @@ def execute(
       num_read: see ``arrays``.
       adds: as in :func:`step_rows`.
       distinct: whether no row is named twice.
+      on_cpu: whether a CPU will run it, if that is known.
 
     Returns:
       ``(indices, update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
@@ -289,7 +294,7 @@ def execute(
     if plan.sums:
         order: Order = "packed" if plan.way == "in chunks" else "any"
         values, indices, present = sum_duplicates(
-            values, indices, num_rows, plan.capacity, order=order
+            values, indices, num_rows, plan.capacity, order=order, on_cpu=on_cpu
         )
     else:
         if not distinct:  # else they are what a sum gave, or each_shard
