@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
-from helpers import assert_close, slow_unless
+from helpers import assert_close, fast_jit, slow_unless
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -195,6 +195,25 @@ def test_an_injected_number_of_an_exact_optimizer(jit):
         found = (jax.jit(run) if jit else run)(params)
     alone = {name: np.ones(shape, np.float32) for name, shape in PARAMS.items()}
     assert_close(jax.device_get(found), jax.device_get(jax.jit(run)(alone)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "exact"])
+def test_parameters_on_no_mesh_within_an_explicit_one(name):
+    """JAX puts them on all devices, and so does a step: the next one takes what it gave."""
+    loss = lambda params, ids: (params["table"][ids] ** 2).sum() * params["w"].sum()  # noqa: E731
+    step = fast_jit(js.train_step(loss, SCHEDULED[name]))
+
+    def steps():
+        params = {key: jnp.ones(PARAMS[key]) for key in ("table", "w")}
+        state = SCHEDULED[name].init(params)
+        for ids in ([1, 5], [5, 0]):
+            params, state, value = step(params, state, jnp.array(ids))
+        return SCHEDULED[name].flush(params, state), value
+
+    wanted = steps()
+    with jax.set_mesh(on_mesh("Explicit", P("x"))[0]):
+        found = steps()
+    assert_close(jax.device_get(found), jax.device_get(wanted), rtol=1e-5)
 
 
 # --- rows that devices divide --------------------------------------------------------

@@ -167,6 +167,8 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
 
     Args:
       types: ``types(*args)`` gives the types of the results, as a prefix of their tree.
+        What has none, as it is like an argument on no mesh, is in a program on all
+        devices, as JAX does it.
     """
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:
@@ -177,7 +179,12 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
                 return fun(*args, **kwargs)
             with with_auto_axes(mesh):
                 out = fun(*drop_sharding(args), **kwargs)
-            result: R = restore_sharding(out, types(*args))
+            around = jax.sharding.get_abstract_mesh().explicit_axes and is_staged()
+            everywhere = jax.NamedSharding(mesh, jax.P()) if around else None
+            whole = jax.tree.map(
+                lambda x: x or everywhere, types(*args), is_leaf=lambda x: x is None
+            )
+            result: R = restore_sharding(out, whole)
             return result
 
         return run

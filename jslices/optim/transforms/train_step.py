@@ -188,7 +188,8 @@ def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | No
     that they overwrite, and a pass would copy the whole of it for that.
     """
     aval, row_bytes = planned.leaves[leaf].aval, planned.leaves[leaf].row_bytes
-    if planned.eager or mesh_of(aval) is not None:
+    around = jax.sharding.get_abstract_mesh().explicit_axes
+    if planned.eager or around or mesh_of(aval) is not None:
         return False
     if not isinstance(rows, IndexedSlices):
         return rows is True and aval.size <= CHUNK_ELEMENTS
