@@ -821,3 +821,15 @@ def test_masks_where_parameters_are_none(name):
         wanted, dense_state = dense_step(dense, dense_state, wanted)
         assert jax.tree.structure(state) == kept
         assert_close(flush(params, state)[0], wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
+def test_the_clock_of_another_schedule_is_refused(options):
+    make = functools.partial(js.sgd if options else js.adam, **options, **EXACT)
+    one, other = make(0.1), make(optax.linear_schedule(0.1, 0.2, 9))
+    params = jnp.ones((10, 2))
+    step = js.train_step(lambda table, ids: table[ids].sum(), one)
+    with pytest.raises(TypeError, match="one of the two has a schedule. Flush by"):
+        step(params, other.init(params), jnp.array([1]))
+    with pytest.raises(TypeError, match="one of the two has a schedule. Flush by"):
+        other.flush(params, one.init(params))

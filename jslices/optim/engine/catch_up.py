@@ -424,6 +424,12 @@ def _clock_apart(
     """``(names, state arrays, last, snapshot)`` from all of them in a row."""
     before, start = len(arrays) - width, int(key is not None)
     state = arrays[start : before - 1]
+    if before < 1 or not jnp.issubdtype(arrays[before - 1].dtype, jnp.integer):
+        raise TypeError(
+            "the clock of this state is that of an optimizer with another learning rate: "
+            "one of the two has a schedule. Flush by the optimizer that made it, and "
+            "type jslices.checkpoint.import_state(tx, params, slots, count)"
+        )
     return arrays[0], state, arrays[before - 1], arrays[before:]
 
 
