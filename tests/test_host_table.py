@@ -374,6 +374,14 @@ def test_catch_up_makes_up_all_missed_steps():
 # --- rows that begin anew, come from elsewhere or go elsewhere -------------------------
 
 
+def test_a_step_by_another_optimizer_than_the_exact_table_s_is_said():
+    """Missed steps take the rate of the table's own."""
+    table = js.HostTable((V, D), js.adam(0.1, untouched="exact"))
+    tx = js.adam(0.2, untouched="exact")
+    with pytest.warns(UserWarning, match="HostTable catch up by its tx.*the same one"):
+        train(table, tx, BATCHES[:1])
+
+
 def test_rows_begin_anew():
     tx = js.adagrad(0.1, initial_accumulator_value=0.25)
     table, undisturbed = (js.HostTable((V, D), tx, init=beginning) for _ in range(2))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
-from jslices._host_table.layout import Field, Layout
+from jslices._host_table.layout import Layout
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
 
@@ -483,16 +483,14 @@ def _is_in_memory(file: File) -> bool:
 
 def _description(layout: Layout, num_rows: int, state: int) -> bytes:
     """The first pages of a file: its layout in JSON."""
-
-    def described(fields: Sequence[Field]) -> list[list[Any]]:
-        return [[field.name, field.dtype.name, list(field.shape)] for field in fields]
-
+    both = layout.fields, layout.shared
+    parts = [[[x.name, x.dtype.name, list(x.shape)] for x in part] for part in both]
     description: dict[str, Any] = {
         "rows": num_rows,
         "record": layout.words * layout.word.itemsize,
         "state": state,
-        "fields": described(layout.fields),
-        "shared": described(layout.shared),
+        "fields": parts[0],
+        "shared": parts[1],
     }
     if layout.keyed:
         description |= {"entry": 4 * layout.width, "keyed": layout.keyed}
