@@ -503,8 +503,7 @@ def _parts(description: bytes) -> list[str]:
     text = description.split(b"\n")[0].decode(errors="replace")
     with contextlib.suppress(Exception):  # whatever a crafted one raises
         about = json.loads(text)
-        fields = about["fields"] + about["shared"]
-        arrays = [f"{name} {dtype}{shape}" for name, dtype, shape in fields]
+        arrays = [f"{x} {dtype}{d}" for x, dtype, d in about["fields"] + about["shared"]]
         return [f"{about['rows']} rows", *arrays, f"keyed={about.get('keyed')}"]
     return [text]
 
