@@ -161,8 +161,9 @@ def check_array(name: str, value: object, wanted: str = "an array") -> None:
     """Refuse what JAX makes no array of numbers of: strings, None, objects, keys."""
     dtype: Any = getattr(value, "dtype", None)
     kind = getattr(dtype, "kind", "")
+    # Of a HostTable the first raises, and says what to type.
     likely = isinstance(value, numbers.Number | list | tuple) or any(
-        hasattr(value, name) for name in ("dtype", "__jax_array__", "__array__")
+        hasattr(value, name) for name in ("__jax_array__", "__array__", "dtype")
     )
     is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
     if not likely or is_key or kind in tuple("OSUMm"):

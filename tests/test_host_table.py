@@ -374,6 +374,14 @@ def test_catch_up_makes_up_all_missed_steps():
 # --- rows that begin anew, come from elsewhere or go elsewhere -------------------------
 
 
+def test_a_step_by_another_optimizer_than_the_exact_table_s_is_said():
+    """Missed steps take the rate of the table's own."""
+    table = js.HostTable((V, D), js.adam(0.1, untouched="exact"))
+    tx = js.adam(0.2, untouched="exact")
+    with pytest.warns(UserWarning, match="HostTable catch up by its tx.*the same one"):
+        train(table, tx, BATCHES[:1])
+
+
 def test_rows_begin_anew():
     tx = js.adagrad(0.1, initial_accumulator_value=0.25)
     table, undisturbed = (js.HostTable((V, D), tx, init=beginning) for _ in range(2))
@@ -539,7 +547,14 @@ def test_files_take_batches_without_a_row_and_narrow_shared_values(tmp_path):
             table.store(rows)
     with js.HostTable((V, D), tx, tmp_path / "table") as table:
         assert table.steps == 2
-        assert table.read([3, 4]).tolist() == [[1.0] * D, [0.0] * D]
+        assert table.read([3]).tolist() == [[1.0] * D]
+        with pytest.warns(UserWarning, match=r"table'\) begin at 0.*give init="):
+            assert table.read([3, 4]).tolist() == [[1.0] * D, [0.0] * D]
+        table.save(tmp_path / "copy")
+    table = js.HostTable((V, D), tx)
+    table.restore(tmp_path / "copy")
+    with pytest.warns(UserWarning, match="begin at 0, and others did not"):
+        table.fetch([5])
 
 
 def test_a_file_that_is_open_is_refused(tmp_path):
@@ -567,8 +582,14 @@ def test_other_files_are_refused_and_left_alone(tmp_path):
     path.unlink()
     js.HostTable((V, D), SGD, path).close()
     before = path.read_bytes()
-    for shape, tx in (((V + 1, D), SGD), ((V, D), js.adam(0.1)), ((V, D + 1), SGD)):
-        with pytest.raises(js.InvalidArgumentError, match=r"holds a table with .*rows.*40"):
+    exact = js.sgd(0.1, momentum=0.9, untouched="exact")
+    for shape, tx, differs in [
+        ((V + 1, D), SGD, r"40 rows, and .* 41 rows;"),
+        ((V, D), js.adam(0.1), r"less, and .* mu float32\[3\], nu float32\[3\];"),
+        ((V, D + 1), SGD, r"table float32\[3\], and .* table float32\[4\];"),
+        ((V, D), exact, r"less, and .* clock/last int32\[\],"),
+    ]:
+        with pytest.raises(js.InvalidArgumentError, match=f"holds a table with {differs}"):
             js.HostTable(shape, tx, path)
     assert path.read_bytes() == before
 
@@ -745,6 +766,16 @@ def test_optimizers_of_optax_and_chains():
             js.InvalidArgumentError,
             "int32",
         ),
+        (
+            lambda: js.HostTable((V, D), SGD, dtype="complex64"),
+            js.InvalidArgumentError,
+            "complex64.*imaginary parts in one row",
+        ),
+        (
+            lambda: js.HostTable((V, D), SGD, init=np.ones((V, D))),
+            js.InvalidArgumentError,
+            r"init=array\[40, 3\].*lambda ids: W\[ids\]",
+        ),
         (lambda: js.HostTable((V, D), 0.1), TypeError, "HostTable wants transformations"),
     ],
 )
@@ -753,12 +784,32 @@ def test_what_is_no_table(make, error, message):
         make()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda table: table[np.array([1])],
+        list,
+        np.asarray,
+        jnp.asarray,
+        lambda table: js.embedding_lookup(table, jnp.array([1])),
+        js.grad(lambda table: table[jnp.array([1])].sum()),
+        js.sgd(0.1).init,
+        lambda table: js.adam(0.1).init({"table": table}),
+    ],
+)
+def test_a_host_table_is_no_array(use):
+    with pytest.raises(TypeError, match=r"no array: .*table\.fetch\(ids\) brings.*read"):
+        use(js.HostTable((V, D), SGD))
+
+
 def test_misuse_says_what_to_type_and_changes_nothing():
     table = js.HostTable((V, D), SGD, size=2)
     with pytest.raises(js.InvalidArgumentError, match=r"3 distinct rows.*size=2.*least 3"):
         table.fetch([1, 2, 3])
     with pytest.raises(TypeError, match=r"integers, got float32\[2\]"):
         table.fetch(np.ones(2, np.float32))
+    with pytest.raises(TypeError, match=r"<U3\[1\]; for strings type keyed="):
+        table.fetch(["dog"])
     with pytest.raises(TypeError, match=r"outside of jit"):
         jax.jit(table.fetch)(jnp.ones(2, int))
     with pytest.raises(js.FailedPreconditionError, match="nothing was fetched"):

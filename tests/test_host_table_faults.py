@@ -711,7 +711,7 @@ def test_what_is_refused_names_the_file(tmp_path):
             js.InvalidArgumentError, match=r"later is of format 3.* a later"
         ):
             act(tmp_path / "later")
-    with pytest.raises(js.InvalidArgumentError, match=r"\"rows\": 20.*table\.grow"):
+    with pytest.raises(js.InvalidArgumentError, match=r"with 20 rows, .*table\.grow"):
         opened(path, V + 1)
     for call, error, message in [
         (lambda: saver.fetch(None), TypeError, "wants ids that are integers, got None"),

@@ -405,11 +405,16 @@ def test_all_misfits_are_told_at_once(saved):
 
 
 def test_errors_of_paths(tmp_path):
-    with pytest.raises(ValueError, match=r"Can't load save_path when it is None."):
+    with pytest.raises(ValueError, match=r"Can't load save_path when it is None\. The fol"):
         js.Saver().restore(None)
     for path in (tmp_path / "no", tmp_path, tmp_path / "no" / "m"):
         with pytest.raises(ValueError, match=r"The passed save_path is not a valid checkp"):
             js.Saver().restore(path)
+    with pytest.raises(ValueError, match=r"\(a folder\): .*latest_checkpoint\('/"):
+        js.Saver().restore(tmp_path)
+    table = js.HostTable((2, 1), js.sgd(0.1))
+    with pytest.raises(TypeError, match=r"HostTable, which cannot .*: table\.save\(path\)"):
+        js.Saver().save({"table": table}, tmp_path / "m")
     (tmp_path / "tf.index").write_text("")
     with pytest.raises(ValueError, match=r"it has TensorFlow's own format"):
         js.Saver().restore(tmp_path / "tf")

@@ -147,6 +147,8 @@ def test_bad_arguments_write_nothing(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             save(path, words, good, form=form)
+    with pytest.raises(ValueError, match=r"complex128: save .*W\.real, W\.imag"):
+        save(path, ["a", "b"], 1j * good)
     with pytest.raises(ValueError, match="limit must be None or at least 1, got 0"):
         load(path, limit=0)
     assert not list(tmp_path.iterdir())

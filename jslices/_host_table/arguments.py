@@ -50,7 +50,8 @@ def checked_ids(ids: Any, keyed: object = None) -> np.ndarray:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise TypeError(
-            f"a HostTable wants ids that are integers, got {array.dtype}{list(array.shape)}"
+            f"a HostTable wants ids that are integers, got {array.dtype}"
+            f"{list(array.shape)}; for strings type keyed=dynamic.id_map(rows)"
         )
     return array
 
@@ -108,7 +109,11 @@ def check_keyed(keyed: object, num_rows: int) -> None:
         )
 
 
-def check_options(size: object, device: object, overlap: object) -> None:
+def check_options(init: Any, size: object, device: object, overlap: object) -> None:
+    if not callable(init) and np.ndim(init):
+        raise InvalidArgumentError(
+            f"HostTable(init=array{list(np.shape(init))}): type init=lambda ids: W[ids]"
+        )
     if size is not None:
         Number(at_least=1, integer=True).check("HostTable", "size", size)
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):

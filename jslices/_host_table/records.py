@@ -1,8 +1,8 @@
 """Records of a host table, in memory or in a file, and the format of the file.
 
     description   whole pages: a magic line, then rows, fields and sizes in JSON
-    state         whole pages: ``done``, the values that all rows share; at the end a mark,
-                  the file's ``id`` and ``in_progress``
+    state         whole pages: ``done``, the values that all rows share; at the end a byte,
+                  1 if ``init`` was given, and a mark, the file's ``id`` and ``in_progress``
     entries       whole pages, of a map of ids: who owns each row, ``[V, width]``
     records       ``[V, words]``; those of rows that never began are zero
 
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
-from jslices._host_table.layout import Field, Layout
+from jslices._host_table.layout import Layout
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
 
@@ -130,6 +130,7 @@ class Records:
         self.entries = np.zeros((num_rows, layout.width), np.uint32)  #: in a map of ids.
         self.shared = [x.copy() for x in shared]  #: the values that all rows share.
         self.done = np.zeros((), np.int64)  #: the number of the last write.
+        self.has_init = np.zeros((), bool)  #: True if rows began by another value than 0.
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -179,6 +180,7 @@ def copy_records(source: Records, target: Records, rows: np.ndarray | None = Non
             for run in _runs(np.flatnonzero(began), gap):
                 target.put(new, part.start + run.start, words[run])
     target.set_shared(source.shared)
+    target.has_init |= source.has_init
 
 
 def _runs(rows: np.ndarray, gap: int = 1) -> list[slice]:
@@ -215,7 +217,7 @@ def offsets_in(head: bytes) -> Offsets:
     about = json.loads(text[len(_MAGIC) :])
     rows, record, size = (operator.index(about[n]) for n in ("rows", "record", "state"))
     state = _whole_pages(len(text))
-    entries = _whole_pages(state + size + _MARK.size)
+    entries = _whole_pages(state + size + 1 + _MARK.size)
     entry = operator.index(about.get("entry", 0))
     first, shared = _whole_pages(entries + rows * entry), size - _DONE.itemsize
     return Offsets(state, entries - _MARK.size, entries, entry, first, record, rows, shared)
@@ -269,15 +271,13 @@ class FileForm:
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
             )
         if start[len(_MAGIC) :] != self.head[len(_MAGIC) :]:
-            texts = [x[len(_MAGIC) :].split(b"\n")[0] for x in (start, self.head)]
-            holds, asked = (text.decode(errors="replace") for text in texts)
-            keyed = re.search(r'"keyed": "(.*)"', holds)
+            parts = [_parts(x[len(_MAGIC) :]) for x in (start, self.head)]
+            common = {*parts[0]} & {*parts[1]}
+            held, asked = (", ".join(x for x in of if x not in common) for of in parts)
             raise InvalidArgumentError(
-                f"{path} holds a table with {holds}, and HostTable was asked for one with "
-                f"{asked}; open it with the shape, dtype and optimizer that it was made "
-                "with, "
-                + (f"keyed={keyed[1]}" if keyed else "and without keyed=")
-                + ". table.grow(rows) gives it more rows" * (not keyed)
+                f"{path} holds a table with {held or 'less'}, and HostTable was asked for "
+                f"one with {asked or 'less'}; open it with the shape, dtype, optimizer and "
+                "keyed= that it was made with. table.grow(rows) gives it more rows"
             )
         length = os.fstat(file.fileno()).st_size
         if length != self.at.size:
@@ -313,9 +313,10 @@ class FileRecords(Records):
         like = (form.at.rows, form.at.entry // 4), np.dtype(np.uint32)
         (self.entries,) = _arrays(self._map, form.at.entries, [like])
         self._reserved = np.zeros(-(-form.at.rows // _BLOCK), bool)  # blocks of entries
+        at = form.at.mark - 1
         # ``in_progress`` is ``done``, or one more while a write goes on.
-        mark = [((16,), np.dtype(np.uint8)), ((), np.dtype(np.int64))]
-        self.id, self.in_progress = _arrays(self._map, form.at.mark, mark)
+        mark: list[Any] = [((), np.dtype("?")), ((16,), np.dtype("u1")), ((), _DONE)]
+        self.has_init, self.id, self.in_progress = _arrays(self._map, at, mark)
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
@@ -482,21 +483,29 @@ def _is_in_memory(file: File) -> bool:
 
 def _description(layout: Layout, num_rows: int, state: int) -> bytes:
     """The first pages of a file: its layout in JSON."""
-
-    def described(fields: Sequence[Field]) -> list[list[Any]]:
-        return [[field.name, field.dtype.name, list(field.shape)] for field in fields]
-
+    both = layout.fields, layout.shared
+    parts = [[[x.name, x.dtype.name, list(x.shape)] for x in part] for part in both]
     description: dict[str, Any] = {
         "rows": num_rows,
         "record": layout.words * layout.word.itemsize,
         "state": state,
-        "fields": described(layout.fields),
-        "shared": described(layout.shared),
+        "fields": parts[0],
+        "shared": parts[1],
     }
     if layout.keyed:
         description |= {"entry": 4 * layout.width, "keyed": layout.keyed}
     text = _MAGIC + json.dumps(description).encode() + b"\n"
     return text.ljust(_whole_pages(len(text)))
+
+
+def _parts(description: bytes) -> list[str]:
+    """What a description says of a table; all of it in one if it is damaged."""
+    text = description.split(b"\n")[0].decode(errors="replace")
+    with contextlib.suppress(Exception):  # whatever a crafted one raises
+        about = json.loads(text)
+        arrays = [f"{x} {dtype}{d}" for x, dtype, d in about["fields"] + about["shared"]]
+        return [f"{about['rows']} rows", *arrays, f"keyed={about.get('keyed')}"]
+    return [text]
 
 
 def _arrays(

@@ -8,8 +8,9 @@ import dataclasses
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ class HostTable(Journaled):
         ``multi_steps``.
       path: of the file, made if there is none; None for a table in memory.
       init: the initial value of rows: a number, or ``init(ids) -> [n, *D]``, which gets row
-        numbers int64 ``[n]``, and should give a row the same values at any time.
+        numbers int64 ``[n]``, and should give a row the same values at every opening.
       dtype: of the table, in a step.
       stored: None, or a dtype of fewer bits for the rows in memory or in the file, so that
         they take less room and less time to move: bfloat16, float16, float8_e4m3fn (numbers
@@ -137,9 +138,10 @@ class HostTable(Journaled):
         self.dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise InvalidArgumentError(
-                f"HostTable(dtype={self.dtype}): an optimizer trains floating-point numbers"
+                f"HostTable(dtype={self.dtype}): rows are of floating-point numbers; keep "
+                "real and imaginary parts in one row of 2 D"
             )
-        arguments.check_options(size, device, overlap)
+        arguments.check_options(init, size, device, overlap)
         self._init, self._size, self._room = init, size, 1
         # With None a step moves rows where it needs them, and is compiled once.
         self._device = device
@@ -168,6 +170,7 @@ class HostTable(Journaled):
             if self._path is None
             else open_file(self._path, self._form(rows), make=True)
         )
+        records.has_init |= callable(init) or init != 0
         self._seat = Journal([records]), 0
         #: Of the last fetch, until its rows are stored.
         self._fetched: Stored | None = None
@@ -180,6 +183,15 @@ class HostTable(Journaled):
     @property
     def shape(self) -> tuple[int, ...]:
         return len(self._records.array), *self._row
+
+    @property
+    def __array__(self) -> NoReturn:
+        raise TypeError(
+            f"{self} is no array: rows, places = table.fetch(ids) brings rows to a device, "
+            "rows.unpack() gives them and their state; table.read(ids) gives NumPy's"
+        )
+
+    __jax_array__ = __getitem__ = __array__  # what others look for says the same
 
     @property
     @one_at_a_time
@@ -326,6 +338,9 @@ class HostTable(Journaled):
         np.take(self._records.array, numbers, axis=0, out=words, mode="clip")
         new = np.flatnonzero((words[:, -1] == 0) | fresh)
         if len(new):  # if they begin with the same number, the first is enough
+            if self._records.has_init and not callable(self._init) and not self._init:
+                text = f"new rows of {self} begin at 0, and others did not"
+                warnings.warn(f"{text}: give init= whenever it is opened", stacklevel=4)
             some = new if callable(self._init) else new[:1]
             words[new] = self._initial_records(numbers[some])
         if self._layout.tx.catches_up and np.any(fresh):  # and have missed no step

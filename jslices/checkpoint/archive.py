@@ -333,10 +333,12 @@ def _open_base(layer: _Layer, chain: list[str]) -> _Layer:
 def _newest_family(prefix: str) -> list[str]:
     families = files.families(prefix)
     if not families:
-        is_tensorflow = os.path.exists(prefix + ".index")
-        hint = ": it has TensorFlow's own format. Where TensorFlow runs, read it by "
-        hint += "tf.train.load_checkpoint, and write its arrays by numpy.savez"
-        hint = hint if is_tensorflow else ""
+        hint = ""
+        if os.path.isdir(prefix):
+            hint = f" (a folder): type jslices.checkpoint.latest_checkpoint({prefix!r})"
+        elif os.path.exists(prefix + ".index"):
+            hint = ": it has TensorFlow's own format. Where TensorFlow runs, read it by "
+            hint += "tf.train.load_checkpoint, and write its arrays by numpy.savez"
         raise ValueError(f"The passed save_path is not a valid checkpoint: {prefix}{hint}")
     if len(families) == 1:
         return families[0]

@@ -265,7 +265,8 @@ def _kind_and_array(name: str, value: object) -> tuple[str, Array]:
             return python_type.__name__, np.asarray(value)
     raise TypeError(
         f"{name!r} is of the type {type(value).__name__}, which cannot be saved; a "
-        "variable is an array, a number, a string, or a pytree of them"
+        "variable is an array, a number, a string, or a pytree of them. A HostTable "
+        "saves itself: table.save(path)"
     )
 
 

@@ -388,7 +388,9 @@ class Saver:
         processes = processes_of(variables)
         with processes.barrier():
             if path is None:
-                raise ValueError("Can't load save_path when it is None.")
+                raise ValueError(
+                    "Can't load save_path when it is None. The folder has no checkpoint yet"
+                )
             archive = Archive(os.fspath(path))
             if variables is None:
                 restored = self._restore_all(archive, rows)

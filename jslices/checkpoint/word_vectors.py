@@ -138,8 +138,8 @@ def save_word_vectors(
         the same float32.
 
     Raises:
-      ValueError: for another form, a word that cannot be written, or if there are not as
-        many words as rows. Nothing is written.
+      ValueError: for another form, complex vectors, a word that cannot be written, or if
+        there are not as many words as rows. Nothing is written.
 
     Cost: one pass, text at about 10 MB a second.
 
@@ -164,6 +164,10 @@ def save_word_vectors(
         raise ValueError(
             f"wanted vectors [V, D] with V = {len(words):,}, the number of words; got "
             f"{list(table.shape)}{'; type table.read(words)' if is_keyed else ''}"
+        )
+    if np.iscomplexobj(table):
+        raise ValueError(
+            f"vectors are {table.dtype}: save np.concatenate([W.real, W.imag], axis=1)"
         )
     for row, word in enumerate(words):
         if not word or word.split() != [word]:

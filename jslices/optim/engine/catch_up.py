@@ -184,9 +184,10 @@ def stale_warning() -> None:
     """
     warn_at_line(
         'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
-        "is traced, and no row has caught up before: a row that misses a step becomes NaN "
-        "in the next that reads it. Type step = jax.jit(js.train_step(loss, tx)), "
-        "or, before the gradient is taken, params, state = tx.catch_up(params, state, ids)",
+        "is traced, and no row has caught up by this tx: a row that misses a step becomes "
+        "NaN in the next that reads it. Type step = jax.jit(js.train_step(loss, tx)), "
+        "or, before the gradient is taken, params, state = tx.catch_up(params, state, ids)."
+        " Rows of a HostTable catch up by its tx, at that rate: step with the same one",
         category=UserWarning,
     )
 
