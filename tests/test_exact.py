@@ -825,7 +825,7 @@ def test_masks_where_parameters_are_none(name):
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
 def test_the_clock_of_another_schedule_is_refused(options):
-    make = functools.partial(js.sgd if options else js.adam, **options, **EXACT)
+    make = functools.partial(js.sgd if options else js.adam, untouched="exact", **options)
     one, other = make(0.1), make(optax.linear_schedule(0.1, 0.2, 9))
     params = jnp.ones((10, 2))
     step = js.train_step(lambda table, ids: table[ids].sum(), one)
