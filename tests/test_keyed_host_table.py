@@ -271,7 +271,7 @@ def test_opening_with_another_map_says_what_to_type(tmp_path):
             js.HostTable(shape, tx, path, keyed=other)
     js.HostTable(shape, tx, tmp_path / "numbers").close()
     with pytest.raises(
-        js.InvalidArgumentError, match="holds a table with keyed=None, and .*id_map"
+        js.InvalidArgumentError, match=r"holds a table with keyed=None, and .*id_map"
     ):
         js.HostTable(shape, tx, tmp_path / "numbers", keyed=dynamic.id_map(16))
 
