@@ -110,19 +110,17 @@ def import_state(
             "import_state(opt, params, slots, count), gradient_step=jnp.int32(count))"
         )
     problems: list[str] = []
-    slots_of_each = [
-        _with_average(*each)
-        for each in zip(
-            walk.tree.flatten_up_to(params),
-            walk.arrays,
-            _slots_of_each(walk.tree, slots),
-            strict=True,
-        )
-    ]
+    slots_of_each = _slots_of_each(walk.tree, slots)
     counts = _counts_of_states(walk, params, slots_of_each, count, problems)
     assigned = {
         number: x
-        for parameter in zip(walk.labels, walk.arrays, slots_of_each, strict=True)
+        for parameter in zip(
+            walk.labels,
+            walk.tree.flatten_up_to(params),
+            walk.arrays,
+            slots_of_each,
+            strict=True,
+        )
         for number, x in _assigned(*parameter, problems).items()
     }
     if problems:
@@ -338,25 +336,23 @@ def _slots_of_each(tree: Any, slots: PyTree) -> list[Slots]:
     return [x or {} for x in each]
 
 
-def _with_average(
-    param: jax.Array, arrays: Sequence[state_walk.StateArray], slots: Slots
-) -> Slots:
-    """The slots of one parameter, of which an average that is missing is the parameter."""
-    ema = [x.value.dtype for x in arrays if x.field == "ema"]
-    return {"ema": param.astype(ema[0]), **slots} if ema and slots else slots
-
-
 def _assigned(
-    label: str, arrays: Sequence[state_walk.StateArray], slots: Slots, problems: list[str]
+    label: str,
+    param: jax.Array,
+    arrays: Sequence[state_walk.StateArray],
+    slots: Slots,
+    problems: list[str],
 ) -> dict[int, Any]:
     """The slots of one parameter by the numbers of state arrays; appends problems."""
     if not slots:
         return {}
     rest = {name: _as_array(x) for name, x in slots.items() if name != "step"}
-    assigned = {}
+    assigned: dict[int, Any] = {}
     for array in arrays:
         names = [name for name in array.names if name in rest]
-        if len(names) == 1:
+        if array.field == "ema" and not names:  # an average that begins
+            assigned[array.number] = param.astype(array.value.dtype)
+        elif len(names) == 1:
             x = rest.pop(names[0])
             what = f"the slot {names[0]}{label}"
             problem = _misfit(what, x, array.value) or _invalid_values(what, x, array.field)
