@@ -158,15 +158,13 @@ class OneOf:
 
 
 def check_array(name: str, value: object, wanted: str = "an array") -> None:
-    """Refuse what JAX makes no array of numbers of: strings, None, objects, keys."""
-    dtype: Any = getattr(value, "dtype", None)
-    kind = getattr(dtype, "kind", "")
+    """Refuse values that JAX cannot make an array of: strings, None, objects."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
     # Of a HostTable the first raises, and says what to type.
     likely = isinstance(value, numbers.Number | list | tuple) or any(
         hasattr(value, name) for name in ("__jax_array__", "__array__", "dtype")
     )
-    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-    if not likely or is_key or kind in tuple("OSUMm"):
+    if not likely or kind in tuple("OSUMm"):
         raise TypeError(f"{name}: wanted {wanted}, got {shown(value)}")
 
 

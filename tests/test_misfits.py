@@ -146,3 +146,10 @@ def test_updates_of_another_array():
     for update in (jnp.ones((1, 3)), jnp.ones((V, D + 1)), OF_OTHERS["wider rows"][1]):
         text = refused(lambda u=update: js.apply_updates(PARAMS, {"table": u, "w": None}))
         assert "to a parameter of shape (9, 3) at ['table']; the shapes must be" in text
+
+
+def test_keys_are_no_parameters():
+    with pytest.raises(
+        TypeError, match=r"at \['key'\]: wanted an array of numbers, got key"
+    ):
+        js.adam(0.1).init({"key": jax.random.key(0)})

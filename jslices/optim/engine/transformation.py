@@ -112,6 +112,8 @@ class _RuleOnTrees:
         for path, p in zip(paths, leaves, strict=True):
             name = f"tx.init(params): the parameter{path}"
             check_array(name, p)
+            if jnp.issubdtype(getattr(p, "dtype", np.float32), jax.dtypes.extended):
+                raise TypeError(f"{name}: wanted an array of numbers, got {shown(p)}")
             protocol.check_width(name, jnp.result_type(p))
             warn_of_columns(path, p)
         state = {}

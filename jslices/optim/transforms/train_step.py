@@ -130,9 +130,9 @@ def train_step(
                 None if y else x if peeks else _ids(x)
                 for x, y in zip(rows, aside, strict=True)
             ]
-            if any(x is not None for x in behind):
-                params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
-                call = call.at(params)
+            # Also without any: that of others may see to a rate that has changed.
+            params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
+            call = call.at(params)
             if any(aside):
                 some = [x if y else None for x, y in zip(rows, aside, strict=True)]
                 now = tx.peek(params, state, *call.tree.unflatten(some))
