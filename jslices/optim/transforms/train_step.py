@@ -154,7 +154,8 @@ def train_step(
 def _is_state(x: PyTree) -> bool:
     """Whether it is the state of an optimizer, or of a chain of some."""
     parts = [x, *x] if isinstance(x, tuple) else [x]
-    return any("count" in getattr(type(part), "_fields", ()) for part in parts)
+    counts = (x.count for x in parts if "count" in getattr(type(x), "_fields", ()))
+    return any(jnp.issubdtype(jnp.result_type(count), jnp.integer) for count in counts)
 
 
 def _not_ours(tx: object) -> str:
