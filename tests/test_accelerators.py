@@ -287,6 +287,13 @@ def test_kernels_of_adam_on_a_gpu():
     assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
 
 
+def test_a_gpu_does_not_copy_the_steps_of_all_rows_for_a_few_ids():
+    momentum = js.sgd(0.1, momentum=0.9, untouched="exact")
+    args = arguments(momentum, (16,), layer=True, ids=20)
+    step, how = training(momentum), {"donate_argnums": (0, 1), "device": "h100"}
+    js.testing.assert_in_place(step, *args, **how)
+
+
 @pytest.mark.slow
 def test_kernels_of_clipped_gradients_and_of_bags_on_a_gpu():
     adam = js.adam(0.1)

@@ -377,6 +377,7 @@ def arithmetic(steps: MissedSteps, platform: str) -> Callable[..., Arrays]:
         names, arrays, last, snapshot = _clock_apart(rest, len(now), key)
         if steps.average is not None:
             *arrays, mean = arrays
+        last = access.gathered_once(last)  # or a GPU copies those of all rows
         done = last_done(last)
         late = done < count
         column, dtype = per_row(late, p), _float_like(p)
