@@ -288,6 +288,7 @@ def test_kernels_of_adam_on_a_gpu():
 
 
 def test_a_gpu_does_not_copy_the_steps_of_all_rows_for_a_few_ids():
+    needs_device("h100")
     momentum = js.sgd(0.1, momentum=0.9, untouched="exact")
     args = arguments(momentum, (16,), layer=True, ids=20)
     step, how = training(momentum), {"donate_argnums": (0, 1), "device": "h100"}

@@ -189,7 +189,7 @@ def test_a_checkpoint_in_between(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.parametrize("height", [16, 70_000])
+@pytest.mark.parametrize("height", [16, pytest.param(70_000, marks=pytest.mark.slow)])
 def test_the_same_noise_in_any_program(height):
     """In chunks, together, on a mesh, rows in another order."""
     tx, ids = make(), jnp.arange(0, height - 1, 3)[: 2 * (height // 6) + 1]

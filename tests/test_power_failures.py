@@ -23,7 +23,7 @@ import jslices as js
 D = 300  # then a table has some pages
 IDS = (2, 5, 11, 17)
 #: How many power failures of a scenario.
-COUNTS = pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+COUNTS = pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(autouse=True)

@@ -207,7 +207,7 @@ METHODS = st.sampled_from(["update", "apply"])
 UNTOUCHED = st.sampled_from(["lazy", "exact"])
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(OPTIMIZERS, STEPS, UNTOUCHED, METHODS)
 def test_a_few_random_optimizers(code, steps, untouched, method):
     check(code, steps, untouched, method)
