@@ -344,24 +344,10 @@ class Variable(ArrayOperators):
     ) -> Array:
         what = f"{verb} to {self.name}"
         _check_slices(delta, what)
-        rows, shape, axes = tuple(delta.values.shape[1:]), self.shape, delta.row_axes
-        if delta.indices.ndim != 1 or len(shape) < axes or rows != shape[axes:]:
-            raise ValueError(
-                f"{what}: a variable of shape {shape} takes rows of shape {shape[axes:]}, "
-                f"got values {tuple(delta.values.shape)}"
-            )
-        if (whole or axes > 1) and delta.dense_shape not in (None, shape):
-            raise ValueError(
-                f"{what}: the variable has shape {shape}, the slices {delta.dense_shape}"
-            )
-        if delta.dtype != self.dtype or (self.dtype == jnp.bool_ and how != "update"):
-            raise TypeError(
-                f"{what}: the variable is {self.dtype}, the slices are {delta.dtype}; "
-                f"cast them: slices.astype('{self.dtype}')"
-            )
-        # TensorFlow's scatters ignore the shape that the slices claim to have.
-        mine = IndexedSlices(delta.values, delta.indices, shape, axes)
-        return self._write(js.apply_slices(self.value(), mine, how), what)
+        if not whole and delta.row_axes == 1:
+            # TensorFlow's scatters ignore the shape that the slices claim to have.
+            delta = IndexedSlices(delta.values, delta.indices)
+        return self._assign(what, js.apply_slices, delta, how)
 
     # --- elements, by indices given as arrays -------------------------------------------
 
@@ -395,13 +381,16 @@ class Variable(ArrayOperators):
         indices: ArrayLike,
         updates: ArrayLike,
     ) -> Array:
-        """Assign ``function(value, indices, updates)``; its errors name the variable."""
-        what, old = f"{verb} to {self.name}", self.value()
-        updates = plain(updates)
+        what, updates = f"{verb} to {self.name}", plain(updates)
         if not is_array(updates) or _arrays.is_numpys_default(updates):
             updates = _arrays.as_value(updates, self.dtype, what)
+        return self._assign(what, function, plain(indices), updates)
+
+    def _assign(self, what: str, function: Callable[..., Array], *args: Any) -> Array:
+        """Assign ``function(value, *args)``; its errors name the variable."""
+        old = self.value()
         try:
-            new = function(old, plain(indices), updates)
+            new = function(old, *args)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{what}: {error}") from None
