@@ -320,10 +320,12 @@ def test_no_room_for_the_state_file(sharded, tmp_path, monkeypatch):
     first = saver.save(A, tmp_path / "m", 0)
     before = sorted(os.listdir(tmp_path))
 
-    def fails(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fails(descriptor, data, at, write=os.pwrite):
+        if bytes(data).startswith(b"model_checkpoint_path"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, at)
 
-    monkeypatch.setattr(os, "write", fails)  # small files only; the others use pwrite
+    monkeypatch.setattr(os, "pwrite", fails)
     with pytest.raises(OSError, match=r"m-1 was not saved, and what was saved be") as info:
         saver.save(B, tmp_path / "m", 1)
     assert info.value.errno == errno.ENOSPC

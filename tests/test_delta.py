@@ -303,9 +303,9 @@ def test_a_base_is_not_overwritten(tmp_path):
     for path in (paths[0], paths[1]):
         with pytest.raises(ValueError, match=r"saved deltas build on"):
             saver.save(variables, path)
-        with pytest.raises(ValueError, match=r"one of the checkpoints that a delta would"):
+        with pytest.raises(ValueError, match=r"would overwrite a checkpoint"):
             saver.save_delta(variables, path)
-    with pytest.raises(ValueError, match=r"would overwrite the checkpoint that it builds"):
+    with pytest.raises(ValueError, match=r"would overwrite a checkpoint that it builds"):
         saver.save_delta(variables, paths[2])
     assert_same(js.Saver().restore(paths[2]), variables)
 

@@ -830,7 +830,7 @@ def test_restore_only_reads(killed, tmp_path):
         assert (path.read_bytes(), (folder / "table-journal").read_bytes()) == pair
 
 
-@pytest.mark.parametrize("call", ["fsync", "flush", "ftruncate", "write"])
+@pytest.mark.parametrize("call", ["fsync", "flush", "ftruncate", "pwrite"])
 @pytest.mark.parametrize("arguments", [["slow"], [errno.EIO, "fails"]])
 def test_errors_of_the_disk_name_the_file(call, arguments, tmp_path, monkeypatch):
     """What a handler of signals raises, an OSError without a number, is left alone."""

@@ -77,17 +77,12 @@ class File(io.FileIO):
                 size -= len(part)
         return b"".join(parts)
 
-    def write_at(self, offset: int, data: bytes | np.ndarray) -> None:
+    def write_at(self, offset: int, data: bytes | memoryview | np.ndarray) -> None:
         """Write bytes, or the bytes of an array."""
-        if isinstance(data, bytes):
-            view = memoryview(data)
-        else:
-            view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-        descriptor = self.fileno()
+        if isinstance(data, np.ndarray):
+            data = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         with files.naming(self.path):
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            while len(view):
-                view = view[os.write(descriptor, view) :]
+            files.write_at(self.fileno(), memoryview(data), offset)
 
     def is_at(self, path: str) -> bool:
         """True if this file is what is at a path."""
@@ -408,10 +403,8 @@ def make(path: str, form: FileForm) -> FileRecords:
 def clean(path: str) -> None:
     """Delete temporary files of this name that killed processes left."""
     for temporary, _ in files.temporaries_of(path):
-        with contextlib.suppress(FailedPreconditionError):  # of one that is alive
-            if (file := locked(temporary)) is not None:
-                with file:
-                    files.remove(temporary)
+        if files.is_abandoned(temporary):
+            files.remove(temporary)
 
 
 def locked(path: str, mode: str = "r+") -> File | None:

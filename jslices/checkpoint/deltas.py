@@ -33,11 +33,6 @@ def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
             "restored none; call save (or restore) first"
         )
     path, save_id = previous
-    if os.path.abspath(path) == os.path.abspath(prefix):
-        raise InvalidArgumentError(
-            f"a delta at {prefix} would overwrite the checkpoint that it builds on; "
-            "give another path or global_step"
-        )
     folder, base_folder = (os.path.dirname(p) or "." for p in (prefix, path))
     exists = os.path.isdir(base_folder)
     if folder != base_folder and not (exists and os.path.samefile(folder, base_folder)):
@@ -53,7 +48,7 @@ def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
         )
     if os.path.abspath(prefix) in {os.path.abspath(p) for p in base.chain()}:
         raise InvalidArgumentError(
-            f"{prefix} is one of the checkpoints that a delta would build on; give "
+            f"a delta at {prefix} would overwrite a checkpoint that it builds on; give "
             "another path or global_step"
         )
     return base

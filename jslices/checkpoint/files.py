@@ -93,11 +93,16 @@ def replacing(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write bytes, in several calls on a disk that fills up, for example."""
+    while data:
+        size = os.pwrite(descriptor, data, offset)
+        data, offset = data[size:], offset + size
+
+
 def write_and_flush(descriptor: int, text: str) -> None:
     """Write a new small file and flush it to the disk."""
-    data = text.encode("ascii")
-    while data:
-        data = data[os.write(descriptor, data) :]
+    write_at(descriptor, memoryview(text.encode("ascii")), 0)
     os.fsync(descriptor)
 
 
@@ -176,7 +181,7 @@ def clean(directory: str, is_published: Callable[[str, str, str], bool]) -> None
     for entry in os.listdir(directory or "."):
         temporary = _TEMPORARY.fullmatch(entry)
         path = os.path.join(directory, entry)
-        if temporary and _is_abandoned(path):
+        if temporary and is_abandoned(path):
             final = os.path.join(directory, temporary["name"])
             if is_published(path, final, temporary["id"]):
                 sync_directory(directory)  # what it belongs to keeps its name
@@ -185,7 +190,8 @@ def clean(directory: str, is_published: Callable[[str, str, str], bool]) -> None
                 remove(path)
 
 
-def _is_abandoned(path: str) -> bool:
+def is_abandoned(path: str) -> bool:
+    """True for a temporary file whose process has ended."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

@@ -123,7 +123,7 @@ def write_tensors(
             tasks = _write_tasks(descriptor, tensors[name].blocks(), offset)
             sums[name] = "".join(map(_hexadecimal, _in_order(pool, tasks))) or _NO_SUM
             offset += tensors[name].num_bytes
-        _write_all(descriptor, memoryview(header(sums)), 0)
+        files.write_at(descriptor, memoryview(header(sums)), 0)
         os.fsync(descriptor)
 
 
@@ -221,15 +221,9 @@ def _write_chunk(descriptor: int, parts: list[memoryview], offset: int) -> int:
         while part:
             piece = part[: _PIECE - offset % _PIECE]  # the next begins with a whole page
             checksum = zlib.crc32(piece, checksum)
-            _write_all(descriptor, piece, offset)
+            files.write_at(descriptor, piece, offset)
             part, offset = part[len(piece) :], offset + len(piece)
     return checksum
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:  # a single write may be short, for example on a disk that fills up
-        size = os.pwrite(descriptor, data, offset)
-        data, offset = data[size:], offset + size
 
 
 # --- reading --------------------------------------------------------------------------
