@@ -232,7 +232,9 @@ class truncated_normal_initializer(_Normal):
     distribution before this; that of the result is 0.8796 of it.
     """
 
-    standard = functools.partial(jax.random.truncated_normal, lower=-2, upper=2)
+    standard = staticmethod(
+        functools.partial(jax.random.truncated_normal, lower=-2, upper=2)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
