@@ -115,7 +115,8 @@ def request_of_initializer(
         return _request_of_constant(name, unique, shape, dtype, initializer)
     dims = None if shape is None else _static_shape(shape, name)
     result = canonical_dtype(default_dtype if dtype is None else dtype)
-    names = None if initializer is None else _parameters(initializer)
+    # The names of its parameters decide how TensorFlow calls a function.
+    names = None if initializer is None else list(inspect.signature(initializer).parameters)
     if names == []:
         return dataclasses.replace(request_of(unique, initializer, result), shape=dims)
     if dims is None:
@@ -136,14 +137,6 @@ def request_of_initializer(
         return initialize(*args)  # type: ignore[no-any-return]
 
     return Request(unique, make, dims, result)
-
-
-def _parameters(initializer: InitializerLike) -> list[str] | None:
-    """The names of a function's parameters, which decide how TensorFlow calls it."""
-    try:
-        return list(inspect.signature(initializer).parameters)
-    except (TypeError, ValueError):  # some of those written in C
-        return None
 
 
 def _request_of_constant(
@@ -248,16 +241,13 @@ def _strong(value: jax.Array) -> jax.Array:
 
 def _passed(variables: Mapping[str, Value], request: Request) -> Value:
     """The value passed to ``apply``, if it fits the request."""
-    name = request.name
-    if name not in variables:
+    name, value = request.name, variables.get(request.name)
+    if value is None:
         raise ValueError(
             f"Variable {name} is not among those given to apply, which are "
             f"{', '.join(variables) or 'none'}; run init with the same function and "
             "the same flags"
         )
-    value = variables[name]
-    if value is None:
-        return None
     if is_initialized(value):
         value = _strong(value)
     if request.shape is not None and tuple(value.shape) != request.shape:

@@ -222,15 +222,13 @@ def _named(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        *arguments, name = given.args
-        with jax.named_scope(name or function.__name__):
-            return function(*_arrays.plain_tree(arguments))
+        return function(*given.args[:-1])
 
     call.__name__ = call.__qualname__ = function.__name__
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__doc__ = f""":func:`jslices.{function.__name__}` of arrays, variables and slices.
     """
-    return call
+    return operation(call)
 
 
 global_norm = _named(js.global_norm, tree="t_list")

@@ -143,15 +143,12 @@ class Variable(ArrayOperators):
     @property
     def dtype(self) -> DType:
         """That of the value, which the caller of ``apply`` may have cast."""
-        # None was passed for it: only the request of the function is known.
-        asked = self._request.dtype or np.float32
-        return DType(np.dtype(self._value.dtype if is_array(self._value) else asked))
+        return DType(np.dtype(self._value.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
-        asked = self._request.shape or ()
-        return tuple(self._value.shape) if is_array(self._value) else asked
+        return tuple(self._value.shape)
 
     @property
     def device(self) -> str | None:
