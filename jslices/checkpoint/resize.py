@@ -1,7 +1,6 @@
 """Resizing tables, and beginning rows anew, with the state of their optimizer."""
 
 import collections
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, IndexedSlices, is_slices, mask_rows, row_major
@@ -179,22 +177,12 @@ def reset_rows(
             "reset_rows: rows and values must mirror params, with an array for each table "
             f"that has rows to reset and None elsewhere; {error}"
         ) from None
-    changes, is_any = {}, []
-    for name, table, ids, value in zip(names, tables, *columns, strict=True):
-        if ids is not None:
-            changes[name] = numbers, _ = _first_values(name, table, ids, value)
-            is_any.append(jnp.any(numbers < len(table)))
-    if not changes:
-        return params, state
-    begin = functools.partial(_begun, tx, changes)
-    if_any = lambda *old: lax.cond(  # noqa: E731
-        functools.reduce(jnp.logical_or, is_any), begin, lambda *old: old, *old
-    )
-    # But for a CPU it takes longer to wait for the answer than to write nothing.
-    result: tuple[Params, State] = lax.platform_dependent(
-        params, state, cpu=if_any, default=begin
-    )
-    return result
+    changes = {
+        name: _first_values(name, table, ids, value)
+        for name, table, ids, value in zip(names, tables, *columns, strict=True)
+        if ids is not None
+    }
+    return _begun(tx, changes, params, state) if changes else (params, state)
 
 
 def _first_values(name: str, table: Any, rows: Any, values: Any) -> tuple[Any, Any]:
