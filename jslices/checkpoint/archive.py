@@ -24,7 +24,7 @@ from jslices.checkpoint.info import INFO_KEY, Delta, Info, parse_info
 from jslices.checkpoint.leaves import Spec, check_values
 from jslices.checkpoint.tensors import CODES, TensorFile, dtype_named, empty_array
 from jslices.checkpoint.text_format import parse_text
-from jslices.checkpoint.trees import bad_names, brief, matching
+from jslices.checkpoint.trees import brief, check_names, matching
 
 
 def is_published(temporary: str, path: str, save_id: str) -> bool:
@@ -51,8 +51,10 @@ def read_info(file: TensorFile) -> Info | None:
         return None
     try:
         return parse_info(file.metadata[INFO_KEY])
-    except ValueError as error:
-        raise DataLossError(f"{file.path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        problem = "its description is nested too deeply" if deep else error
+        raise DataLossError(f"{file.path} cannot be read: {problem}") from error
 
 
 def saved_id(path: str) -> str | None:
@@ -402,9 +404,7 @@ def _check_number(file: TensorFile, info: Info, shard: int, shards: int) -> None
 
 def _info_of_another_tool(file: TensorFile) -> Info:
     """Describe all tensors as arrays of JAX, except for those that JAX would narrow."""
-    problem = bad_names(file.shapes)
-    if problem:
-        raise DataLossError(f"in {file.path} {problem}")
+    check_names(file.shapes, f"in {file.path} ", DataLossError)
     specs = {}
     for name, dtype in file.dtypes.items():
         fits = dtype in CODES and jax.dtypes.canonicalize_dtype(dtype) == dtype_named(dtype)

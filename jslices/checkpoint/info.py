@@ -58,13 +58,7 @@ def dump_info(
 
 def parse_info(text: str) -> Info:
     """Read the metadata of one file; ValueError if this package cannot have written it."""
-    try:
-        return _info(json.loads(text))
-    except RecursionError:
-        raise ValueError("its description is nested too deeply") from None
-
-
-def _info(raw: Any) -> Info:
+    raw = json.loads(text)
     version = _item(raw, "version", int)
     if version > _VERSION:
         raise ValueError("it was written by a later version of jslices; update jslices")

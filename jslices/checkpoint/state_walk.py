@@ -13,14 +13,6 @@ from jslices import GradientTransformation, IndexedSlices
 from jslices.checkpoint.slot_names import NAMES
 from jslices.extend import Params, State, last_done
 
-#: What to type where one call can't fill the state.
-BY_GROUP = (
-    "call import_state for each optimizer of jslices alone, and put what it returns into "
-    "tx.init(params): in a chain at its place, in a jslices.optim.partition at "
-    "inner_states[label].inner_state, with jslices.optim.MaskedNode() in params and slots "
-    "for the parameters of other labels"
-)
-
 
 class StateArray(NamedTuple):
     """A state array of one parameter."""
@@ -139,7 +131,11 @@ def after_empty_steps(
     except (TypeError, ValueError) as error:
         raise TypeError(
             "import_state: a transformation in tx takes no step without gradients, as most "
-            f"of Optax's do; {BY_GROUP}"
+            "of Optax's do; call import_state for each optimizer of jslices alone, and put "
+            "what it returns into tx.init(params): in a chain at its place, in a "
+            "jslices.optim.partition at inner_states[label].inner_state, with "
+            "jslices.optim.MaskedNode() in params and slots for the parameters of other "
+            "labels"
         ) from error
 
 

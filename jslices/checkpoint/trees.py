@@ -52,22 +52,16 @@ def _twice(names: Iterable[str]) -> list[str]:
     return sorted(n for n, count in collections.Counter(names).items() if count > 1)
 
 
-def bad_names(names: Iterable[str]) -> str | None:
-    """A message about names that mean something else as a path; None if there are none."""
-    bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
-    if not bad:
-        return None
-    return (
-        f"variables cannot have the names {bad}: a name must not begin with '/' or contain "
-        "'..', a NUL or half a character (surrogate)"
-    )
-
-
-def check_names(names: Iterable[str], where: str = "") -> None:
+def check_names(
+    names: Iterable[str], where: str = "", error: type[Exception] = InvalidArgumentError
+) -> None:
     """Refuse names that would mean something else as a path."""
-    problem = bad_names(names)
-    if problem:
-        raise InvalidArgumentError(f"{where}{problem}")
+    bad = [n for n in names if n.startswith("/") or _ODD.search(n) or ".." in n.split("/")]
+    if bad:
+        raise error(
+            f"{where}variables cannot have the names {bad}: a name must not begin with '/' "
+            "or contain '..', a NUL or half a character (surrogate)"
+        )
 
 
 def brief(names: Iterable[str], most: int = 12) -> str:
