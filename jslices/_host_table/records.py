@@ -14,6 +14,7 @@ always the one that its description says. A write has a record and its entry as 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -33,11 +34,6 @@ from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
-
-try:
-    import fcntl
-except ImportError:  # Windows: a file can be opened twice
-    fcntl = None  # type: ignore[assignment]
 
 PAGE = 4096
 #: The bytes of a description are at most so many.
@@ -434,8 +430,6 @@ def locked(path: str, mode: str = "r+") -> File | None:
 
 
 def _lock(file: File) -> None:
-    if fcntl is None:
-        return
     try:
         kind = fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH
         fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)

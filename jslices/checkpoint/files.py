@@ -6,17 +6,13 @@ locked by its process, so that the files of killed processes are recognised and 
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
-
-try:
-    import fcntl
-except ImportError:  # Windows: no locks, hence no cleaning up after killed processes
-    fcntl = None  # type: ignore[assignment]
 
 #: A path, as functions take it.
 Path = str | os.PathLike[str]
@@ -69,7 +65,7 @@ def temporaries_of(path: str) -> list[tuple[str, str]]:
 
 def open_new(path: str) -> int:
     """Create a file, which is locked for as long as it is open."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     # No process cleans up between the two steps and sees a file without a lock.
     with directory_lock(os.path.dirname(path), exclusive=False):
         descriptor = os.open(path, flags, 0o666)
@@ -121,13 +117,12 @@ def shorten(path: str, text: str, suffix: str) -> None:
 
 def sync_directory(directory: str) -> None:
     """Flush the names in a directory, so that they survive a power failure."""
-    if os.name == "posix":
-        descriptor = os.open(directory or ".", os.O_RDONLY)
-        try:
-            with naming(directory or "."):
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(directory or ".", os.O_RDONLY)
+    try:
+        with naming(directory or "."):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: str) -> None:
@@ -148,9 +143,6 @@ def remove_family(family: list[str]) -> None:
 @contextlib.contextmanager
 def directory_lock(directory: str, exclusive: bool) -> Iterator[None]:
     """Lock a directory while files of a checkpoint get their names or are opened."""
-    if fcntl is None:
-        yield
-        return
     descriptor = os.open(directory or ".", os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems have no locks
@@ -161,8 +153,6 @@ def directory_lock(directory: str, exclusive: bool) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    if fcntl is None:
-        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -176,8 +166,6 @@ def clean(directory: str, is_published: Callable[[str, str, str], bool]) -> None
     Those of a completed save get their names instead; ``is_published`` tells which are,
     from the path of a temporary file, its final path and the id of its save.
     """
-    if fcntl is None:
-        return
     for entry in os.listdir(directory or "."):
         temporary = _TEMPORARY.fullmatch(entry)
         path = os.path.join(directory, entry)
