@@ -22,6 +22,7 @@ from jslices import _jax
 from jslices._grad.reads import Reader
 from jslices._grad.rules import rowwise, rule_for
 from jslices._grad.views import (
+    Keyed,
     RowIds,
     Rowwise,
     TableView,
@@ -87,9 +88,9 @@ def with_own_derivative(
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = _jax.shape_of(out)[lead:]
-        apply = functools.partial(function.output, number)
-        shared, key = tuple(function.shared), (function, number)
-        view = Rowwise((count, *row), out.aval.dtype, apply, inner, shared, key)
+        run = Keyed(functools.partial(function.output, number), (function, number))
+        shape, shared = (count, *row), tuple(function.shared)
+        view = Rowwise(shape, out.aval.dtype, run, inner, shared)
         outputs.append(folded(view, rows))
     return outputs
 
@@ -351,8 +352,8 @@ def _repeated(eqn: Equation, operands: Values, rows: tuple[int, ...]) -> View | 
         return jax.lax.broadcast_in_dim(values[0], (count, *row), inside)
 
     flat_shape, dtype = (math.prod(rows), *row), eqn.outvars[0].aval.dtype
-    key = ("one row", *dims)
-    return folded(Rowwise(flat_shape, dtype, apply, tuple(operands), (True,), key), rows)
+    run = Keyed(apply, ("one row", *dims))
+    return folded(Rowwise(flat_shape, dtype, run, tuple(operands), (True,)), rows)
 
 
 def _refuse_whole(whole: Any) -> Any:

@@ -20,6 +20,7 @@ from jax.lax import GatherScatterMode as Mode
 from jslices import _jax
 from jslices._grad.origins import Origins
 from jslices._grad.views import (
+    Renumbered,
     Repeated,
     RowIds,
     Rowwise,
@@ -29,7 +30,6 @@ from jslices._grad.views import (
     Unslotted,
     Values,
     View,
-    Window,
     flat,
     window,
 )
@@ -530,7 +530,7 @@ def _slice_repeated(eqn: Equation, operands: Values) -> RowRead | None:
 
     def ids(values: Values) -> jax.Array:
         part = flat(window(view, values[1 : 1 + lead], sizes[:lead]))
-        assert isinstance(part, Window)
+        assert isinstance(part, Renumbered)
         return part.number(jnp.arange(count, dtype=jnp.int32))
 
     arrange = lambda rows, values: rows.reshape(sizes)  # noqa: E731
