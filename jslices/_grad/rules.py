@@ -266,16 +266,18 @@ def _views(
     """Views that run the equation on some of the rows, which ``lead`` axes number.
 
     ``params_for`` gives the parameters that mention the sizes of these axes, for others.
-    ``shared`` operands serve all rows; if it is None, those that have not as many.
+    ``shared`` operands serve all rows as they are; if it is None, those that have not as
+    many rows do.
     """
     rows = _jax.shape_of(eqn.outvars[0])[:lead]
-    if shared is None:
-        shared = [_jax.shape_of(x)[:lead] != rows for x in eqn.invars]
+    as_they_are = shared or [False] * len(operands)
     inner, serves_all = [], []
-    for operand, atom, one in zip(operands, eqn.invars, shared, strict=True):
-        inner.append(_flat(operand, atom, rows))
+    for operand, atom, as_it_is in zip(operands, eqn.invars, as_they_are, strict=True):
+        own = _jax.shape_of(atom)[:lead]
         # One row for each example of a batch is repeated for the rows of that example.
-        serves_all.append(one and (lead == 1 or math.prod(_jax.shape_of(atom)[:lead]) == 1))
+        one = shared is None and own != rows and (lead == 1 or math.prod(own) == 1)
+        inner.append(operand if as_it_is else _flat(operand, atom, rows))
+        serves_all.append(as_it_is or one)
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inner if isinstance(x, View)]
     ones = (1,) * (lead - 1)
     shapes = tuple(map(_jax.shape_of, eqn.invars))
@@ -286,7 +288,10 @@ def _views(
 
         def apply(values: Values, count: int, which: tuple[Any, ...]) -> jax.Array:
             number, row = which
-            inputs = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
+            inputs = [
+                x if as_it_is or not jnp.ndim(x) else x.reshape(*ones, *x.shape)
+                for x, as_it_is in zip(values, as_they_are, strict=True)
+            ]
             result = _jax.bind(eqn, inputs, **params_for((*ones, count)))[number]
             if result.size != count * math.prod(row):
                 raise ValueError(
@@ -400,19 +405,7 @@ def _dot_general(eqn: Equation, operands: Values, lead: int) -> Result:
         return None
     if isinstance(right, View):
         return NeedsWhole([1])
-    axes = tuple(axis - lead + 1 for axis in contracted), inside
-    inner, out = flat(left), eqn.outvars[0].aval
-
-    def apply(values: Values, count: int) -> jax.Array:
-        product: jax.Array = _jax.bind(eqn, values, dimension_numbers=(axes, batch))[0]
-        return product
-
-    shapes = tuple(map(_jax.shape_of, eqn.invars))
-    run = Keyed(apply, (eqn.primitive, lead, shapes, *eqn.params.items()))
-    shape = inner.shape[0], *out.shape[lead:]
-    view = Rowwise(shape, out.dtype, run, (inner, right), (False, True))
-    graded = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (inner, view))
-    return [folded(view if graded else without_slots(view), out.shape[:lead])]
+    return _views(eqn, operands, lead, shared=[False, True])
 
 
 # --- other numbers for the rows ---------------------------------------------------------

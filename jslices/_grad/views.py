@@ -146,17 +146,6 @@ class Derived(View):
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return of(self.inner)
 
-    def renumbered(
-        self, ids: RowIds, key: tuple[Any, ...], number: Callable[[jax.Array], jax.Array]
-    ) -> Sequence[tuple[Any, RowIds | None]]:
-        """The parts where row i is row ``number(i)`` of ``inner``."""
-
-        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
-            good = (record >= 0) & (record < self.shape[0])
-            return number(read), jnp.where(good, number(record), self.inner.shape[0])
-
-        return [(self.inner, ids.renumbered(key, inside))]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Renumbered(Derived):
@@ -189,9 +178,14 @@ class Renumbered(Derived):
         return result
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
+        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            good = (record >= 0) & (record < self.shape[0])
+            record = jnp.where(good, self.number(record), self.inner.shape[0])
+            return self.number(read), record
+
         which = self if self.starts else None
         key = ("rows", self.heights, self.rows, self.numbering, which)
-        return self.renumbered(ids, key, self.number)
+        return [(self.inner, ids.renumbered(key, inside))]
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         row, axes = self.shape[1:], [axis for axis, _, _ in self.numbering]
