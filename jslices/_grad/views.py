@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import clipped_indices, per_row, take_rows, wide
+from jslices._rows.access import clipped_indices, per_row, places, take_rows, wide
 
 #: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
@@ -170,11 +170,9 @@ class Renumbered(Derived):
         starts = starts or [start for _, start, _ in self.numbering]
         result = jnp.zeros_like(x)
         columns = zip(self.heights, self.numbering, starts, strict=True)
+        along = places(x, self.rows, len(self.rows))
         for height, (axis, _, step), start in columns:
-            below = math.prod(self.rows[axis + 1 :])
-            along = x // below if below > 1 else x
-            along = along % self.rows[axis] if axis else along
-            result = result * height + start + step * along
+            result = result * height + start + step * along[axis]
         return result
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
@@ -422,9 +420,17 @@ def renumbered(
     starts: Sequence[Any] = (),
 ) -> View:
     """A view of some rows of another, as :class:`Renumbered`."""
-    inner, rows, heights = flat(view), tuple(rows), view.shape[: view.lead]
-    shape, how = (math.prod(rows), *inner.shape[1:]), (tuple(numbering), tuple(starts))
-    return folded(Renumbered(shape, view.dtype, inner, heights, rows, *how), rows)
+    inner, rows = flat(view), tuple(rows)
+    new = Renumbered(
+        (math.prod(rows), *inner.shape[1:]),
+        view.dtype,
+        inner,
+        heights=view.shape[: view.lead],
+        rows=rows,
+        numbering=tuple(numbering),
+        starts=tuple(starts),
+    )
+    return folded(new, rows)
 
 
 def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
