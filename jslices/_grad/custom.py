@@ -150,16 +150,25 @@ class _Function:
     def body(self) -> "_RowProgram":
         return _RowProgram(_jax.body(self._eqn), self.shared, self._lead)
 
-    def _of_inexact(self, operands: Values) -> tuple[Callable[..., Any], list[Any]]:
-        """The call as a function of its inexact operands, and their values."""
+    def _derived(
+        self,
+        derive: Callable[..., Any],
+        more: Sequence[Any] = (),
+        shared: Sequence[bool] = (),
+    ) -> "_RowProgram":
+        """``derive(run, primals, more)``: ``run`` is the call, of its inexact operands."""
 
-        def run(*primals: Any) -> tuple[Any, ...]:
-            inputs = list(operands)
-            for i, primal in zip(self._inexact, primals, strict=True):
-                inputs[i] = primal
-            return tuple(_jax.bind(self._eqn, inputs))
+        def whole(operands: Values, more: Values) -> Any:
+            def run(*primals: Any) -> tuple[Any, ...]:
+                inputs = list(operands)
+                for i, primal in zip(self._inexact, primals, strict=True):
+                    inputs[i] = primal
+                return tuple(_jax.bind(self._eqn, inputs))
 
-        return run, [operands[i] for i in self._inexact]
+            return derive(run, [operands[i] for i in self._inexact], more)
+
+        program = jax.make_jaxpr(whole)(self._avals, more)
+        return _RowProgram(program, [*self.shared, *shared], self._lead)
 
 
 class _WithJvp(_Function):
@@ -186,15 +195,8 @@ class _WithJvp(_Function):
 
         The outputs are computed as the rule does: their derivative is that of the rule.
         """
-
-        def forward(operands: Values, tangents: Sequence[Any]) -> Any:
-            run, primals = self._of_inexact(operands)
-            return jax.jvp(run, primals, list(tangents))
-
         tangents = [self._avals[i] for i in self._inexact]
-        shared = [*self.shared, *(self.shared[i] for i in self._inexact)]
-        program = jax.make_jaxpr(forward)(self._avals, tangents)
-        return _RowProgram(program, shared, self._lead)
+        return self._derived(jax.jvp, tangents, [self.shared[i] for i in self._inexact])
 
 
 class _WithVjp(_Function):
@@ -230,26 +232,14 @@ class _WithVjp(_Function):
     @functools.cached_property
     def ahead(self) -> "_RowProgram":
         """The forward rule's outputs."""
-
-        def forward(operands: Values) -> Any:
-            run, primals = self._of_inexact(operands)
-            return jax.vjp(run, *primals)[0]
-
-        program = jax.make_jaxpr(forward)(self._avals)
-        return _RowProgram(program, self.shared, self._lead)
+        return self._derived(lambda run, primals, _: jax.vjp(run, *primals)[0])
 
     @functools.cached_property
     def back(self) -> "_RowProgram":
         """The backward rule: from operands and output cotangents to operand cotangents."""
-
-        def pull_back(operands: Values, cotangents: Sequence[Any]) -> Any:
-            run, primals = self._of_inexact(operands)
-            return jax.vjp(run, *primals)[1](tuple(cotangents))
-
         cotangents = [_aval(x) for x in self._eqn.outvars]
-        shared = [*self.shared, *(False for _ in cotangents)]
-        program = jax.make_jaxpr(pull_back)(self._avals, cotangents)
-        return _RowProgram(program, shared, self._lead)
+        pull_back = lambda run, primals, x: jax.vjp(run, *primals)[1](tuple(x))  # noqa: E731
+        return self._derived(pull_back, cotangents, [False] * len(cotangents))
 
 
 def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
