@@ -265,7 +265,7 @@ class _RowProgram:
         """
         outputs = self._outputs([None] * len(self._shared), within)
         for view, one in zip(outputs, shared or [False] * len(outputs), strict=True):
-            alike = isinstance(view, View) and row_by_row(flat(view), set())
+            alike = isinstance(view, View) and row_by_row(flat(view))
             if isinstance(view, View) if one else not alike:
                 raise _MixesRowsError
 
@@ -350,19 +350,18 @@ def _refuse_whole(whole: Any) -> Any:
     raise _MixesRowsError
 
 
-def row_by_row(view: View, visited: set[View]) -> bool:
+def row_by_row(view: View) -> bool:
     """True if row i depends on row i of the inputs and on no other row."""
-    if view in visited:
-        return True
-    visited.add(view)
-    if isinstance(view, TableView):
-        return True
-    if not isinstance(view, Rowwise | Unslotted):
-        return False
-    return all(
-        at is None or (isinstance(part, View) and row_by_row(part, visited))
-        for part, at in view.parts(RowIds())
-    )
+    left, visited = [view], set[View]()
+    while left:
+        view = left.pop()
+        if isinstance(view, TableView) or view in visited:
+            continue
+        if not isinstance(view, Rowwise | Unslotted):
+            return False
+        visited.add(view)
+        left += [part for part, at in view.parts(RowIds()) if at is not None]
+    return True
 
 
 # --- linear in the cotangents -----------------------------------------------------------

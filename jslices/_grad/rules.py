@@ -282,26 +282,25 @@ def _views(
     ones = (1,) * (lead - 1)
     shapes = tuple(map(_jax.shape_of, eqn.invars))
     step = eqn.primitive, lead, shapes, *eqn.params.items()
+
+    def apply(number: int, row: tuple[int, ...], values: Values, count: int) -> jax.Array:
+        inputs = [
+            x if as_it_is or not jnp.ndim(x) else x.reshape(*ones, *x.shape)
+            for x, as_it_is in zip(values, as_they_are, strict=True)
+        ]
+        result = _jax.bind(eqn, inputs, **params_for((*ones, count)))[number]
+        if result.size != count * math.prod(row):
+            raise ValueError(
+                f"of {count} rows {eqn.primitive} made an array {result.shape}; "
+                "if its parameters mention the rows, it needs a rule: "
+                f"jslices.register_rowwise({eqn.primitive}, rule)"
+            )
+        return result.reshape(count, *row)
+
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = tuple(out.aval.shape[lead:])
-
-        def apply(values: Values, count: int, which: tuple[Any, ...]) -> jax.Array:
-            number, row = which
-            inputs = [
-                x if as_it_is or not jnp.ndim(x) else x.reshape(*ones, *x.shape)
-                for x, as_it_is in zip(values, as_they_are, strict=True)
-            ]
-            result = _jax.bind(eqn, inputs, **params_for((*ones, count)))[number]
-            if result.size != count * math.prod(row):
-                raise ValueError(
-                    f"of {count} rows {eqn.primitive} made an array {result.shape}; "
-                    "if its parameters mention the rows, it needs a rule: "
-                    f"jslices.register_rowwise({eqn.primitive}, rule)"
-                )
-            return result.reshape(count, *row)
-
-        run = Keyed(functools.partial(apply, which=(number, row)), (*step, number, row))
+        run = Keyed(functools.partial(apply, number, row), (*step, number, row))
         shape = (math.prod(rows), *row)
         view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all))
         # `table > 0`, and values computed from it alone, pass no gradient on.
@@ -425,13 +424,13 @@ def _slice(eqn: Equation, operands: Values, lead: int) -> Result:
         view = renumbered(view, shape[:lead], numbering)
     if shape[lead:] == full[lead:]:
         return [view]
-    columns = {
-        "start_indices": ((0,) * lead + start[lead:]),
-        "strides": ((1,) * lead + strides[lead:]),
-    }
 
-    def params_for(count: tuple[int, ...]) -> dict[str, Any]:
-        return {**columns, "limit_indices": (*count, *limit[lead:])}
+    def params_for(rows: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "start_indices": (0,) * lead + start[lead:],
+            "limit_indices": rows + limit[lead:],
+            "strides": (1,) * lead + strides[lead:],
+        }
 
     return _views(eqn, [view], lead, params_for, [False])
 
