@@ -638,6 +638,21 @@ def test_a_mutable_array_may_take_up_the_table():
             js.grad(fun, sparse=True)(TABLE)
 
 
+def test_a_function_without_results_may_write_rows_into_a_mutable_array():
+    def fun(table):
+        rows = jax.new_ref(jnp.zeros((2, D)))
+
+        @jax.jit
+        def write(table, rows):
+            rows[...] = table[jnp.array([3, 1])]
+
+        write(table, rows)
+        return (rows[...] ** 2).sum()
+
+    assert_close(*gradients(fun, TABLE))
+    assert js.is_slices(js.grad(fun)(TABLE))
+
+
 def test_a_broken_promise_on_another_axis_gives_no_gradient():
     fun = lambda t: t[jnp.array([0]), jnp.array([5])].sum()  # noqa: E731
     assert_close(*gradients(fun, np.ones((3, 1), np.float32)))

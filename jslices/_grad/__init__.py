@@ -15,6 +15,7 @@ Read from the top:
     views       variables in terms of the tables that they were computed from
     memo        plans and compiled programs, kept from call to call without ``jax.jit``
     nnx         models of Flax NNX: states differentiated, changes lost
+    untouched   what the update of an optimizer does to rows without a gradient
     unread      the search for lookups that are not read as rows
     ids         ``lookup_ids``: the rows that a call is about to read
     explain     the report of a plan, the warning, the error

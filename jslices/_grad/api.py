@@ -1,5 +1,6 @@
 """``grad``, ``value_and_grad`` and ``vjp``: JAX's own, with rows for looked-up arrays."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -256,12 +257,13 @@ def _linearize(
     return planned.outputs.tree.unflatten(results), vjp_fun, planned.outputs.aux(aux)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _VjpFun:
     """The function from the result's cotangent to the gradients, a pytree."""
 
-    def __init__(self, static: Any, arrays: Any) -> None:
-        self._static, self._arrays = static, arrays
+    _static: Any = dataclasses.field(metadata={"static": True})
+    _arrays: Any
 
     def __call__(self, out_ct: PyTree, *others: PyTree) -> PyTree:
         leaves, sites, kinds, arguments, result = self._static
@@ -291,13 +293,6 @@ class _VjpFun:
     def __getattr__(self, name: str) -> Any:
         instead = _INSTEAD_OF.get(name, "call it with the cotangent")
         raise AttributeError(f"a function of jslices.vjp has no {name}: {instead}")
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        return self._arrays, self._static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Any) -> "_VjpFun":
-        return cls(static, tuple(arrays))
 
 
 #: Attributes of a function of ``jax.vjp`` that this one lacks.

@@ -22,6 +22,7 @@ from jslices import _jax
 from jslices._grad.reads import Reader
 from jslices._grad.rules import rowwise, rule_for
 from jslices._grad.views import (
+    Keyed,
     RowIds,
     Rowwise,
     TableView,
@@ -87,9 +88,9 @@ def with_own_derivative(
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = _jax.shape_of(out)[lead:]
-        apply = functools.partial(function.output, number)
-        shared, key = tuple(function.shared), (function, number)
-        view = Rowwise((count, *row), out.aval.dtype, apply, inner, shared, key)
+        run = Keyed(functools.partial(function.output, number), (function, number))
+        shape, shared = (count, *row), tuple(function.shared)
+        view = Rowwise(shape, out.aval.dtype, run, inner, shared)
         outputs.append(folded(view, rows))
     return outputs
 
@@ -149,16 +150,25 @@ class _Function:
     def body(self) -> "_RowProgram":
         return _RowProgram(_jax.body(self._eqn), self.shared, self._lead)
 
-    def _of_inexact(self, operands: Values) -> tuple[Callable[..., Any], list[Any]]:
-        """The call as a function of its inexact operands, and their values."""
+    def _derived(
+        self,
+        derive: Callable[..., Any],
+        more: Sequence[Any] = (),
+        shared: Sequence[bool] = (),
+    ) -> "_RowProgram":
+        """``derive(run, primals, more)``: ``run`` is the call, of its inexact operands."""
 
-        def run(*primals: Any) -> tuple[Any, ...]:
-            inputs = list(operands)
-            for i, primal in zip(self._inexact, primals, strict=True):
-                inputs[i] = primal
-            return tuple(_jax.bind(self._eqn, inputs))
+        def whole(operands: Values, more: Values) -> Any:
+            def run(*primals: Any) -> tuple[Any, ...]:
+                inputs = list(operands)
+                for i, primal in zip(self._inexact, primals, strict=True):
+                    inputs[i] = primal
+                return tuple(_jax.bind(self._eqn, inputs))
 
-        return run, [operands[i] for i in self._inexact]
+            return derive(run, [operands[i] for i in self._inexact], more)
+
+        program = jax.make_jaxpr(whole)(self._avals, more)
+        return _RowProgram(program, [*self.shared, *shared], self._lead)
 
 
 class _WithJvp(_Function):
@@ -185,15 +195,8 @@ class _WithJvp(_Function):
 
         The outputs are computed as the rule does: their derivative is that of the rule.
         """
-
-        def forward(operands: Values, tangents: Sequence[Any]) -> Any:
-            run, primals = self._of_inexact(operands)
-            return jax.jvp(run, primals, list(tangents))
-
         tangents = [self._avals[i] for i in self._inexact]
-        shared = [*self.shared, *(self.shared[i] for i in self._inexact)]
-        program = jax.make_jaxpr(forward)(self._avals, tangents)
-        return _RowProgram(program, shared, self._lead)
+        return self._derived(jax.jvp, tangents, [self.shared[i] for i in self._inexact])
 
 
 class _WithVjp(_Function):
@@ -229,26 +232,14 @@ class _WithVjp(_Function):
     @functools.cached_property
     def ahead(self) -> "_RowProgram":
         """The forward rule's outputs."""
-
-        def forward(operands: Values) -> Any:
-            run, primals = self._of_inexact(operands)
-            return jax.vjp(run, *primals)[0]
-
-        program = jax.make_jaxpr(forward)(self._avals)
-        return _RowProgram(program, self.shared, self._lead)
+        return self._derived(lambda run, primals, _: jax.vjp(run, *primals)[0])
 
     @functools.cached_property
     def back(self) -> "_RowProgram":
         """The backward rule: from operands and output cotangents to operand cotangents."""
-
-        def pull_back(operands: Values, cotangents: Sequence[Any]) -> Any:
-            run, primals = self._of_inexact(operands)
-            return jax.vjp(run, *primals)[1](tuple(cotangents))
-
         cotangents = [_aval(x) for x in self._eqn.outvars]
-        shared = [*self.shared, *(False for _ in cotangents)]
-        program = jax.make_jaxpr(pull_back)(self._avals, cotangents)
-        return _RowProgram(program, shared, self._lead)
+        pull_back = lambda run, primals, x: jax.vjp(run, *primals)[1](tuple(x))  # noqa: E731
+        return self._derived(pull_back, cotangents, [False] * len(cotangents))
 
 
 def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
@@ -274,7 +265,7 @@ class _RowProgram:
         """
         outputs = self._outputs([None] * len(self._shared), within)
         for view, one in zip(outputs, shared or [False] * len(outputs), strict=True):
-            alike = isinstance(view, View) and row_by_row(flat(view), set())
+            alike = isinstance(view, View) and row_by_row(flat(view))
             if isinstance(view, View) if one else not alike:
                 raise _MixesRowsError
 
@@ -351,27 +342,26 @@ def _repeated(eqn: Equation, operands: Values, rows: tuple[int, ...]) -> View | 
         return jax.lax.broadcast_in_dim(values[0], (count, *row), inside)
 
     flat_shape, dtype = (math.prod(rows), *row), eqn.outvars[0].aval.dtype
-    key = ("one row", *dims)
-    return folded(Rowwise(flat_shape, dtype, apply, tuple(operands), (True,), key), rows)
+    run = Keyed(apply, ("one row", *dims))
+    return folded(Rowwise(flat_shape, dtype, run, tuple(operands), (True,)), rows)
 
 
 def _refuse_whole(whole: Any) -> Any:
     raise _MixesRowsError
 
 
-def row_by_row(view: View, visited: set[View]) -> bool:
+def row_by_row(view: View) -> bool:
     """True if row i depends on row i of the inputs and on no other row."""
-    if view in visited:
-        return True
-    visited.add(view)
-    if isinstance(view, TableView):
-        return True
-    if not isinstance(view, Rowwise | Unslotted):
-        return False
-    return all(
-        at is None or (isinstance(part, View) and row_by_row(part, visited))
-        for part, at in view.parts(RowIds())
-    )
+    left, visited = [view], set[View]()
+    while left:
+        view = left.pop()
+        if isinstance(view, TableView) or view in visited:
+            continue
+        if not isinstance(view, Rowwise | Unslotted):
+            return False
+        visited.add(view)
+        left += [part for part, at in view.parts(RowIds()) if at is not None]
+    return True
 
 
 # --- linear in the cotangents -----------------------------------------------------------

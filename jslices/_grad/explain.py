@@ -427,7 +427,7 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
     looked_up = bool(leaf.lookups)
     return (
         leaf.path,
-        f"{_short(leaf.dtype)}[{','.join(map(str, leaf.shape))}]",
+        jax.core.ShapedArray(leaf.shape, leaf.dtype).str_short(short_dtypes=True),
         leaf.kind,
         f"{leaf.rows:,}" if looked_up else "-",
         human_bytes(leaf.sparse_bytes) if looked_up else "-",
@@ -473,9 +473,3 @@ def _at_line(line: UserLine) -> str:
 def _clip(text: str, width: int) -> str:
     """Shorten a name from its beginning, as its end says more."""
     return text if len(text) <= width else "..." + text[3 - width :]
-
-
-def _short(dtype: str) -> str:
-    for long, brief in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u")):
-        dtype = dtype.replace(long, brief)
-    return dtype.replace("int", "i")

@@ -73,20 +73,16 @@ def _arrays_of_models(names: Sequence[str], args: Sequence[PyTree]) -> dict[str,
 
     Without parameters, which ``nnx.remat`` returns unchanged in new arrays.
     """
+    from flax import nnx
+
+    is_parameter = lambda x: isinstance(x, nnx.Param)  # noqa: E731
     arrays = {}
     for name, arg in zip(names, args, strict=True):
         if any(base.__module__.startswith("flax.nnx.") for base in type(arg).__mro__):
-            for path, x in jax.tree_util.tree_flatten_with_path(arg, _is_parameter)[0]:
-                if not _is_parameter(x):
+            for path, x in jax.tree_util.tree_leaves_with_path(arg, is_parameter):
+                if not is_parameter(x):
                     arrays[name + jax.tree_util.keystr(path)] = x
     return arrays
-
-
-def _is_parameter(x: object) -> bool:
-    return any(
-        base.__name__ == "Param" and base.__module__.startswith("flax.nnx.")
-        for base in type(x).__mro__
-    )
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from jax.lax import GatherScatterMode as Mode
 from jslices import _jax
 from jslices._grad.origins import Origins
 from jslices._grad.views import (
+    Renumbered,
     Repeated,
     RowIds,
     Rowwise,
@@ -29,7 +30,6 @@ from jslices._grad.views import (
     Unslotted,
     Values,
     View,
-    Window,
     flat,
     window,
 )
@@ -297,7 +297,7 @@ def _slice_form(eqn: Equation, operands: Values, origins: Origins) -> RowRead | 
         return _slice_transposed(eqn, view)
     if not isinstance(view, View):
         return None
-    return _slice_repeated(eqn, operands) if view.lead > 1 else _slice_rows(eqn, view)
+    return _slice_rows(eqn, view)
 
 
 def _gather_rows(eqn: Equation, view: View, origins: Origins) -> RowRead | None:
@@ -498,40 +498,28 @@ def _gather_repeated(eqn: Equation, view: Repeated) -> RowRead | None:
 
 
 def _slice_rows(eqn: Equation, view: View) -> RowRead | None:
-    sizes, shape = tuple(eqn.params["slice_sizes"]), view.shape
-    count, height = sizes[0] if sizes else 0, shape[0] if shape else 0
-    whole_rows = sizes[1:] == shape[1:]
-    if not sizes:
-        return None
-    if not (whole_rows and is_below(count, height)) and not is_below(count, 2):
+    """Few rows, at each place of the other axes that number them, or columns of one."""
+    lead, sizes, shape = view.lead, tuple(eqn.params["slice_sizes"]), view.shape
+    count, whole_rows = math.prod(sizes[:lead]), sizes[lead:] == shape[lead:]
+    if lead > 1:
+        are_few = whole_rows and count
+    else:
+        are_few = is_below(count, 2) or (whole_rows and is_below(count, shape[0]))
+    if not are_few:
         return None
 
     def ids(values: Values) -> jax.Array:
-        start = clipped_indices(values[1], height - count + 1)
-        return start + jnp.arange(count, dtype=start.dtype)
+        part = flat(window(view, values[1 : 1 + lead], sizes[:lead]))
+        assert isinstance(part, Renumbered)
+        return part.number(jnp.arange(count, dtype=jnp.int32))
 
     def arrange(rows: jax.Array, values: Values) -> jax.Array:
         if whole_rows:
-            return rows
+            return rows.reshape(sizes)
         limits = (n - size + 1 for n, size in zip(shape[1:], sizes[1:], strict=True))
         # XLA takes large constants for negative ones, if they are unsigned.
         starts = list(map(clipped_indices, values[2:], limits))
         return _jax.bind(eqn, [rows, jnp.zeros_like(starts[0]), *starts])[0]
 
-    return RowRead(view, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
-
-
-def _slice_repeated(eqn: Equation, operands: Values) -> RowRead | None:
-    """``tables[layer, i]``: few rows at each place of the other axes."""
-    view, lead, sizes = operands[0], operands[0].lead, tuple(eqn.params["slice_sizes"])
-    count = math.prod(sizes[:lead])
-    if sizes[lead:] != view.shape[lead:] or not count:
-        return None
-
-    def ids(values: Values) -> jax.Array:
-        part = flat(window(view, values[1 : 1 + lead], sizes[:lead]))
-        assert isinstance(part, Window)
-        return part.number(jnp.arange(count, dtype=jnp.int32))
-
-    arrange = lambda rows, values: rows.reshape(sizes)  # noqa: E731
-    return RowRead(view.inner, count, Mode.CLIP, None, eqn.invars[1].aval, ids, arrange)
+    numbers = eqn.invars[1].aval
+    return RowRead(flat(view), count, Mode.CLIP, None, numbers, ids, arrange)

@@ -20,7 +20,7 @@ from jax.lax import GatherScatterMode as Mode
 
 from jslices import _jax
 from jslices._grad.views import (
-    Renumbered,
+    Keyed,
     Replaced,
     Rowwise,
     Stacked,
@@ -32,6 +32,7 @@ from jslices._grad.views import (
     View,
     flat,
     folded,
+    renumbered,
     window,
     without_slots,
 )
@@ -43,7 +44,6 @@ from jslices._rows.access import (
     canonical_indices,
     clipped_indices,
     is_below,
-    wide,
 )
 
 
@@ -266,40 +266,43 @@ def _views(
     """Views that run the equation on some of the rows, which ``lead`` axes number.
 
     ``params_for`` gives the parameters that mention the sizes of these axes, for others.
-    ``shared`` operands serve all rows; if it is None, those that have not as many.
+    ``shared`` operands serve all rows as they are; if it is None, those that have not as
+    many rows do.
     """
     rows = _jax.shape_of(eqn.outvars[0])[:lead]
-    if shared is None:
-        shared = [_jax.shape_of(x)[:lead] != rows for x in eqn.invars]
+    as_they_are = shared or [False] * len(operands)
     inner, serves_all = [], []
-    for operand, atom, one in zip(operands, eqn.invars, shared, strict=True):
-        inner.append(_flat(operand, atom, rows))
+    for operand, atom, as_it_is in zip(operands, eqn.invars, as_they_are, strict=True):
+        own = _jax.shape_of(atom)[:lead]
         # One row for each example of a batch is repeated for the rows of that example.
-        serves_all.append(one and (lead == 1 or math.prod(_jax.shape_of(atom)[:lead]) == 1))
+        one = shared is None and own != rows and (lead == 1 or math.prod(own) == 1)
+        inner.append(operand if as_it_is else _flat(operand, atom, rows))
+        serves_all.append(as_it_is or one)
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in inner if isinstance(x, View)]
     ones = (1,) * (lead - 1)
     shapes = tuple(map(_jax.shape_of, eqn.invars))
-    step = (eqn.primitive, lead, shapes, *eqn.params.items())
+    step = eqn.primitive, lead, shapes, *eqn.params.items()
+
+    def apply(number: int, row: tuple[int, ...], values: Values, count: int) -> jax.Array:
+        inputs = [
+            x if as_it_is or not jnp.ndim(x) else x.reshape(*ones, *x.shape)
+            for x, as_it_is in zip(values, as_they_are, strict=True)
+        ]
+        result = _jax.bind(eqn, inputs, **params_for((*ones, count)))[number]
+        if result.size != count * math.prod(row):
+            raise ValueError(
+                f"of {count} rows {eqn.primitive} made an array {result.shape}; "
+                "if its parameters mention the rows, it needs a rule: "
+                f"jslices.register_rowwise({eqn.primitive}, rule)"
+            )
+        return result.reshape(count, *row)
+
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = tuple(out.aval.shape[lead:])
-
-        def apply(values: Values, count: int, which: tuple[Any, ...]) -> jax.Array:
-            number, row = which
-            inputs = [x.reshape(*ones, *x.shape) if jnp.ndim(x) else x for x in values]
-            result = _jax.bind(eqn, inputs, **params_for((*ones, count)))[number]
-            if result.size != count * math.prod(row):
-                raise ValueError(
-                    f"of {count} rows {eqn.primitive} made an array {result.shape}; "
-                    "if its parameters mention the rows, it needs a rule: "
-                    f"jslices.register_rowwise({eqn.primitive}, rule)"
-                )
-            return result.reshape(count, *row)
-
-        run = functools.partial(apply, which=(number, row))
+        run = Keyed(functools.partial(apply, number, row), (*step, number, row))
         shape = (math.prod(rows), *row)
-        key = (*step, number, row)
-        view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all), key)
+        view = Rowwise(shape, out.aval.dtype, run, tuple(inner), tuple(serves_all))
         # `table > 0`, and values computed from it alone, pass no gradient on.
         graded = any(floating) and jnp.issubdtype(view.dtype, jnp.inexact)
         outputs.append(folded(view if graded else without_slots(view), rows))
@@ -401,53 +404,10 @@ def _dot_general(eqn: Equation, operands: Values, lead: int) -> Result:
         return None
     if isinstance(right, View):
         return NeedsWhole([1])
-    axes = tuple(axis - lead + 1 for axis in contracted), inside
-    inner, out = flat(left), eqn.outvars[0].aval
-
-    def apply(values: Values, count: int) -> jax.Array:
-        product: jax.Array = _jax.bind(eqn, values, dimension_numbers=(axes, batch))[0]
-        return product
-
-    shapes = tuple(map(_jax.shape_of, eqn.invars))
-    key = (eqn.primitive, lead, shapes, *eqn.params.items())
-    shape = inner.shape[0], *out.shape[lead:]
-    view = Rowwise(shape, out.dtype, apply, (inner, right), (False, True), key)
-    graded = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (inner, view))
-    return [folded(view if graded else without_slots(view), out.shape[:lead])]
+    return _views(eqn, operands, lead, shared=[False, True])
 
 
 # --- other numbers for the rows ---------------------------------------------------------
-
-
-def _renumbered(
-    view: View,
-    lead: int,
-    rows: tuple[int, ...],
-    numbering: Sequence[tuple[int, int, int]],
-    take: Callable[[jax.Array], jax.Array],
-) -> View:
-    """A view of the rows of another, numbered by axes of the sizes ``rows``.
-
-    For each of the ``lead`` axes of ``view`` ``numbering`` has ``(axis, start, step)``: row
-    number i along ``axis`` of the result is row number ``start + step * i`` of ``view``.
-    ``take`` leads from the whole of ``view`` to the whole of the result.
-    """
-    old, inner = view.shape, flat(view)
-
-    def number(x: jax.Array) -> jax.Array:
-        x = wide(x, inner.shape[0])
-        result = jnp.zeros_like(x)
-        for height, (axis, start, step) in zip(old[:lead], numbering, strict=True):
-            below = math.prod(rows[axis + 1 :])
-            along = x // below if below > 1 else x
-            along = along % rows[axis] if axis else along
-            result = result * height + start + step * along
-        return result
-
-    shape = (math.prod(rows), *old[lead:])
-    key = ("rows", old[:lead], rows, tuple(numbering))
-    new = Renumbered(shape, view.dtype, inner, number, key, lambda x: take(x.reshape(old)))
-    return folded(new, rows)
 
 
 @rule_for("slice")
@@ -459,22 +419,18 @@ def _slice(eqn: Equation, operands: Values, lead: int) -> Result:
     full, shape = view.shape, _jax.shape_of(eqn.outvars[0])
     if not math.prod(shape[:lead]):
         return None
-    nothing, ones, rest = (0,) * len(start), (1,) * len(start), full[lead:]
     if shape[:lead] != full[:lead]:
         numbering = [(axis, start[axis], strides[axis]) for axis in range(lead)]
-        begin, end = (*start[:lead], *nothing[lead:]), (*limit[:lead], *rest)
-        steps = (*strides[:lead], *ones[lead:])
-        take = lambda array: jax.lax.slice(array, begin, end, steps)  # noqa: E731
-        view = _renumbered(view, lead, shape[:lead], numbering, take)
-    if shape[lead:] == rest:
+        view = renumbered(view, shape[:lead], numbering)
+    if shape[lead:] == full[lead:]:
         return [view]
-    columns = {
-        "start_indices": (*nothing[:lead], *start[lead:]),
-        "strides": (*ones[:lead], *strides[lead:]),
-    }
 
-    def params_for(count: tuple[int, ...]) -> dict[str, Any]:
-        return {**columns, "limit_indices": (*count, *limit[lead:])}
+    def params_for(rows: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "start_indices": (0,) * lead + start[lead:],
+            "limit_indices": rows + limit[lead:],
+            "strides": (1,) * lead + strides[lead:],
+        }
 
     return _views(eqn, [view], lead, params_for, [False])
 
@@ -488,12 +444,8 @@ def _split_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     for out in eqn.outvars:
         rows = _jax.shape_of(out)[:lead]
         numbering = [(d, above if d == axis else 0, 1) for d in range(lead)]
-        end = above + rows[axis]
-        take = functools.partial(
-            jax.lax.slice_in_dim, start_index=above, limit_index=end, axis=axis
-        )
-        parts.append(_renumbered(view, lead, rows, numbering, take))
-        above = end
+        parts.append(renumbered(view, rows, numbering))
+        above += rows[axis]
     return parts
 
 
@@ -515,11 +467,10 @@ def _rev(eqn: Equation, operands: Values, lead: int) -> Result:
     inside = tuple(d for d in dimensions if d >= lead)
     rows = view.shape[:lead]
     if among:
-        take = lambda array: jax.lax.rev(array, among)  # noqa: E731
         numbering = [
             (d, n - 1, -1) if d in among else (d, 0, 1) for d, n in enumerate(rows)
         ]
-        view = _renumbered(view, lead, rows, numbering, take)
+        view = renumbered(view, rows, numbering)
     if not inside:
         return [view]
     return _views(eqn, [view], lead, lambda rows: {"dimensions": inside})
@@ -543,9 +494,8 @@ def _reshaped(eqn: Equation, operands: Values) -> list[Any] | None:
         return _unpacked(inner, shape)
     row = shape[lead:]
     if row != inner.shape[1:]:
-        apply = lambda values, n: values[0].reshape(n, *row)  # noqa: E731
-        key = ("reshape", *row)
-        inner = Rowwise((count, *row), inner.dtype, apply, (inner,), (False,), key)
+        run = Keyed(lambda values, n: values[0].reshape(n, *row), ("reshape", *row))
+        inner = Rowwise((count, *row), inner.dtype, run, (inner,), (False,))
     return [folded(inner, shape[:lead])]
 
 
@@ -578,9 +528,7 @@ def _broadcast(eqn: Equation, operands: Values, lead: int) -> Result:
     countable = is_below(math.prod(shape[:more]), INT32_MAX + 1)
     if not (as_they_were and last and countable):
         return None
-    numbering = [(axis, 0, 1) for axis in dims[:lead]]
-    take = lambda array: jax.lax.broadcast_in_dim(array, shape, dims)  # noqa: E731
-    return [_renumbered(operands[0], lead, shape[:more], numbering, take)]
+    return [renumbered(operands[0], shape[:more], [(axis, 0, 1) for axis in dims[:lead]])]
 
 
 @rule_for("tile")
@@ -594,9 +542,7 @@ def _tile(eqn: Equation, operands: Values, lead: int) -> Result:
         if not is_below(math.prod(apart), INT32_MAX + 1) or not math.prod(apart):
             return None
         numbering = [(2 * axis + 1, 0, 1) for axis in range(lead)]
-        no_columns = (*reps[:lead], *(1 for _ in reps[lead:]))
-        take = lambda array: jnp.tile(array, no_columns)  # noqa: E731
-        tiled = flat(_renumbered(view, lead, apart, numbering, take))
+        tiled = flat(renumbered(view, apart, numbering))
         view = folded(tiled, tuple(map(operator.mul, reps, rows)))
     if set(reps[lead:]) <= {1}:
         return [view]
@@ -617,7 +563,7 @@ def _transpose_rows(eqn: Equation, operands: Values, lead: int) -> Result:
     if set(order[:lead]) == set(range(lead)) and rows_stay_rows:
         rows = tuple(view.shape[d] for d in order[:lead])
         numbering = [(order.index(d), 0, 1) for d in range(lead)]
-        return [_renumbered(view, lead, rows, numbering, lambda x: x.transpose(order))]
+        return [renumbered(view, rows, numbering)]
     if lead > 1:
         return None
     shape = _jax.shape_of(eqn.outvars[0])

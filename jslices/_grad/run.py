@@ -189,7 +189,8 @@ class Runner(ViewWalk):
         # them make a gather of rows of 64 three times as slow (jax 0.10.2).
         if eqn.primitive is row_loop_p and operands[0] is self._rows:
             return [operands[0]]
-        often = scope.times_linearized(eqn) >= (1 if self.eager else MANY_ALIKE)
+        times = scope.times_linearized.get(id(eqn), 0)
+        often = times >= (1 if self.eager else MANY_ALIKE)
         return _jax.bind(eqn, operands, as_function=often)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:

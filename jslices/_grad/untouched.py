@@ -111,7 +111,7 @@ class _UpdateWalk(ProgramWalk[Any]):
             tables = [_table(x) if _row_axes(x) else None for x in eqn.invars]
             whole: list[Any] = []  # views that would have to serve all rows
             views = rowwise(eqn, tables, whole.append) or [None]
-            return not whole and all(x and row_by_row(flat(x), set()) for x in views)
+            return not whole and all(x and row_by_row(flat(x)) for x in views)
         for program in _jax.programs_among(eqn):
             self.program(program, [None] * len(program.invars))
         # Numbers that serve all rows, or rows all alike.

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jslices._place.boundary import drop_sharding
-from jslices._rows.access import clipped_indices, per_row, take_rows, wide
+from jslices._rows.access import clipped_indices, per_row, places, take_rows, wide
 
 #: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
@@ -99,28 +100,35 @@ class TableView(View):
         return merged
 
 
+@dataclasses.dataclass(frozen=True)
+class Keyed:
+    """A function that counts as the same as others with an equal key."""
+
+    function: Callable[[Values, int], jax.Array] = dataclasses.field(compare=False)
+    key: tuple[Any, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rowwise(View):
     """The result of an operation that treats every row alike.
 
-    ``apply(operands, n)`` computes n rows from n rows of the operands, except that
-    the ``shared`` ones serve all rows. Equal keys mean equal functions.
+    ``apply.function(operands, n)`` computes n rows from n rows of the operands, except that
+    the ``shared`` ones serve all rows.
     """
 
-    apply: Callable[[Sequence[Any], int], jax.Array] = dataclasses.field(compare=False)
+    apply: Keyed
     operands: tuple[Any, ...]
     shared: tuple[bool, ...]
-    key: tuple[Any, ...]
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         pairs = zip(self.operands, self.shared, strict=True)
         return [(operand, None if shared else ids) for operand, shared in pairs]
 
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
-        return self.apply(parts, ids.read.shape[0])
+        return self.apply.function(parts, ids.read.shape[0])
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.apply([of(operand) for operand in self.operands], self.shape[0])
+        return self.apply.function(list(map(of, self.operands)), self.shape[0])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,66 +146,59 @@ class Derived(View):
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return of(self.inner)
 
-    def renumbered(
-        self, ids: RowIds, key: tuple[Any, ...], number: Callable[[jax.Array], jax.Array]
-    ) -> Sequence[tuple[Any, RowIds | None]]:
-        """The parts where row i is row ``number(i)`` of ``inner``."""
-
-        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
-            good = (record >= 0) & (record < self.shape[0])
-            return number(read), jnp.where(good, number(record), self.inner.shape[0])
-
-        return [(self.inner, ids.renumbered(key, inside))]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Renumbered(Derived):
-    """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``."""
+    """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``.
 
-    #: From the number of a row to its number in ``inner``; equal keys mean equal functions.
-    number: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
-    key: tuple[Any, ...]
-    #: From the whole of ``inner`` to the whole of this.
-    take: Callable[[jax.Array], jax.Array] = dataclasses.field(compare=False)
-
-    def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
-        return self.renumbered(ids, self.key, self.number)
-
-    def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.take(of(self.inner)).reshape(self.shape)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Window(Derived):
-    """Some rows of another view, from starts that the program computes.
-
-    The table of one layer among those of all layers, in a loop over these.
+    For each of the axes ``heights`` that number the rows of ``inner`` there is one of
+    ``numbering``, ``(axis, start, step)``: row number i along ``axis`` of ``rows`` is row
+    number ``start + step * i``. A *window* begins at ``starts`` instead, all in range: the
+    table of one layer among those of all layers, in a loop over these.
     """
 
-    starts: tuple[Any, ...]  # ``[]`` for each axis that numbers rows, all in range
-    rows: tuple[int, ...]  # the sizes of these axes
-    sizes: tuple[int, ...]  # of the window along them
+    heights: tuple[int, ...]
+    rows: tuple[int, ...]
+    numbering: tuple[tuple[int, int, int], ...]
+    starts: tuple[Any, ...] = ()  # ``[]`` for each of the axes
 
     def number(self, x: jax.Array) -> jax.Array:
         """The number of a row in ``inner``."""
         x = wide(x, self.inner.shape[0])
-        result, below = jnp.zeros_like(x), 1
-        for size, rows, start in list(zip(self.sizes, self.rows, self.starts, strict=True))[
-            ::-1
-        ]:
-            # While rows are read, all axes of a mesh are Auto.
-            result = result + (x % size + drop_sharding(start).astype(x.dtype)) * below
-            x, below = x // size, below * rows
+        # While rows are read, all axes of a mesh are Auto.
+        starts = [drop_sharding(start).astype(x.dtype) for start in self.starts]
+        starts = starts or [start for _, start, _ in self.numbering]
+        result = jnp.zeros_like(x)
+        columns = zip(self.heights, self.numbering, starts, strict=True)
+        along = places(x, self.rows, len(self.rows))
+        for height, (axis, _, step), start in columns:
+            result = result * height + start + step * along[axis]
         return result
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
-        return self.renumbered(ids, ("window", self), self.number)
+        def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:
+            good = (record >= 0) & (record < self.shape[0])
+            record = jnp.where(good, self.number(record), self.inner.shape[0])
+            return self.number(read), record
+
+        which = self if self.starts else None
+        key = ("rows", self.heights, self.rows, self.numbering, which)
+        return [(self.inner, ids.renumbered(key, inside))]
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        row = self.shape[1:]
-        starts = [*self.starts, *(jnp.zeros_like(self.starts[0]) for _ in row)]
-        array = of(self.inner).reshape(*self.rows, *row)
-        return lax.dynamic_slice(array, starts, (*self.sizes, *row)).reshape(self.shape)
+        row, axes = self.shape[1:], [axis for axis, _, _ in self.numbering]
+        array = of(self.inner).reshape(*self.heights, *row)
+        if self.starts:
+            starts = [*self.starts, *(jnp.zeros_like(self.starts[0]) for _ in row)]
+            array = lax.dynamic_slice(array, starts, (*self.rows, *row))
+        for i, (axis, start, step) in enumerate(self.numbering):
+            last = start + step * (self.rows[axis] - 1)
+            first, end = (start, last + 1) if step > 0 else (last, start + 1)
+            array = lax.slice_in_dim(array, first, end, abs(step), axis=i)
+            array = array if step > 0 else lax.rev(array, [i])
+        array = lax.transpose(array, (*np.argsort(axes), *range(len(axes), array.ndim)))
+        array = lax.expand_dims(array, sorted({*range(len(self.rows))} - {*axes}))
+        return jnp.broadcast_to(array, (*self.rows, *row)).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -379,37 +380,15 @@ class Stopped(Unslotted):
 # --- as pytrees -------------------------------------------------------------------------
 
 
-class _StaticFields:
-    """The fields of a view besides the views and arrays that it is made of."""
-
-    def __init__(self, view: View, parts: Sequence[str]) -> None:
-        fields = [f for f in dataclasses.fields(view) if f.init and f.name not in parts]
-        self.fields = {f.name: getattr(view, f.name) for f in fields}
-        self._key = tuple(self.fields[f.name] for f in fields if f.compare)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _StaticFields) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
 def _register(kind: type[View], *parts: str) -> None:
     """Register a view as a pytree of its arrays, so that it may cross ``jax.jit``."""
-
-    def flatten(view: View) -> tuple[list[Any], _StaticFields]:
-        return [getattr(view, name) for name in parts], _StaticFields(view, parts)
-
-    def unflatten(static: _StaticFields, values: Sequence[Any]) -> View:
-        return kind(**static.fields, **dict(zip(parts, values, strict=True)))
-
-    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+    fields = [f.name for f in dataclasses.fields(kind) if f.init and f.name not in parts]
+    jax.tree_util.register_dataclass(kind, parts, fields)
 
 
 _register(TableView, "array")
 _register(Rowwise, "operands")
-_register(Renumbered, "inner")
-_register(Window, "inner", "starts")
+_register(Renumbered, "inner", "starts")
 _register(Replaced, "inner", "at", "rows")
 _register(Stacked, "arrays")
 _register(Unpacked, "inner")
@@ -434,19 +413,36 @@ def folded(view: View, rows: tuple[int, ...]) -> View:
     return Repeated((*rows, *view.shape[1:]), view.dtype, lead=len(rows), inner=view)
 
 
+def renumbered(
+    view: View,
+    rows: Sequence[int],
+    numbering: Sequence[tuple[int, int, int]],
+    starts: Sequence[Any] = (),
+) -> View:
+    """A view of some rows of another, as :class:`Renumbered`."""
+    inner, rows = flat(view), tuple(rows)
+    new = Renumbered(
+        (math.prod(rows), *inner.shape[1:]),
+        view.dtype,
+        inner,
+        heights=view.shape[: view.lead],
+        rows=rows,
+        numbering=tuple(numbering),
+        starts=tuple(starts),
+    )
+    return folded(new, rows)
+
+
 def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
     """The view of some rows: ``sizes`` of them along each of its axes of rows.
 
     ``starts`` are as for ``dynamic_slice``, clipped to what fits; None while planning.
     """
-    rows, sizes = view.shape[: view.lead], tuple(sizes)
+    rows = view.shape[: view.lead]
     if not any(start is None for start in starts):
         limits = zip(starts, rows, sizes, strict=True)
         starts = [clipped_indices(start, n - size + 1) for start, n, size in limits]
-    inner = flat(view)
-    shape = (math.prod(sizes), *inner.shape[1:])
-    cut = Window(shape, view.dtype, inner, tuple(starts), rows, sizes)
-    return folded(cut, sizes)
+    return renumbered(view, sizes, [(axis, 0, 1) for axis in range(view.lead)], starts)
 
 
 def layer(view: Repeated, number: Any) -> View:

@@ -85,7 +85,6 @@ class Scope:
             for v, needs_grad in zip(program.outvars, output_needs_grad, strict=False)
             if needs_grad and not isinstance(v, Literal) and carries_gradient(v)
         }
-        self._passing: set[int] = set()
         #: The variables that a live equation or an output reads.
         self.used: set[Any] = {v for v in program.outvars if not isinstance(v, Literal)}
         for eqn in reversed(program.eqns):
@@ -94,12 +93,12 @@ class Scope:
             self.live.append(eqn)
             variables = [v for v in eqn.invars if not isinstance(v, Literal)]
             self.used.update(variables)
-            if output_needs_grad and self._takes_gradient(eqn):
-                self._passing.add(id(eqn))
+            if self.passes_gradient(eqn):
                 self.grad_vars.update(filter(carries_gradient, variables))
         self.live.reverse()
 
-    def _takes_gradient(self, eqn: Equation) -> bool:
+    def passes_gradient(self, eqn: Equation) -> bool:
+        """True if a gradient may reach this equation, through its outputs or a ref."""
         if eqn.primitive.name == "stop_gradient":
             return False
         if not self.grad_vars.isdisjoint(eqn.outvars):
@@ -108,23 +107,16 @@ class Scope:
         kinds = {type(atom.aval).__name__ for atom in (*eqn.invars, *eqn.outvars)}
         return "AbstractRef" in kinds
 
-    def passes_gradient(self, eqn: Equation) -> bool:
-        """True if a gradient may reach this equation, through its outputs or a ref."""
-        return id(eqn) in self._passing
-
     def outputs_need_grad(self, eqn: Equation) -> list[bool]:
         """For each output of an equation whether it receives a gradient."""
         return [v in self.grad_vars for v in eqn.outvars]
 
-    def times_linearized(self, eqn: Equation) -> int:
-        """How many equations alike a gradient passes; 0 if none passes this one.
-
-        Or if it has no operation to compare it by.
-        """
-        return self._times_linearized.get(id(eqn), 0)
-
     @functools.cached_property
-    def _times_linearized(self) -> dict[int, int]:
+    def times_linearized(self) -> dict[int, int]:
+        """How many equations alike a gradient passes, by the ``id`` of each.
+
+        Without those that it does not pass, and those without an operation to compare.
+        """
         passing = (eqn for eqn in self.live if self.passes_gradient(eqn))
         operations = {id(eqn): _jax.operation(eqn) for eqn in passing}
         times = Counter(operations.values())
