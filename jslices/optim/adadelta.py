@@ -99,9 +99,9 @@ def adadelta(
         def update(step: Step) -> Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, *rows: jax.Array) -> Arrays:
-                *p, e_g, e_x = rows
-                g = rule.with_decay(g, p[0], rate, step.count) if p else g
+            def kernel(g: jax.Array, p: jax.Array, *means: jax.Array) -> Arrays:
+                e_g, e_x = means
+                g = rule.with_decay(g, p, rate, step.count)
                 e_g = rule.decayed(e_g, g**2, rho)
                 x = (jnp.sqrt(e_x + eps) / jnp.sqrt(e_g + eps)) * g
                 return rule.scaled(size, x), e_g, rule.decayed(e_x, x**2, rho)

@@ -63,7 +63,7 @@ def adagrad(
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, total: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
             total = rule.squared(g) + total
             scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
             return rule.scaled(size, scale * g), total

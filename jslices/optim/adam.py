@@ -91,8 +91,8 @@ def adam(
     def update(step: Step) -> Kernel:
         size, direction = step.size(learning_rate), moments.direction(step)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-            u, mu, nu = direction(g, mu, nu)
+        def kernel(g: jax.Array, p: jax.Array, *means: jax.Array) -> Arrays:
+            u, mu, nu = direction(g, *means)
             return rule.scaled(size, u), mu, nu
 
         return kernel

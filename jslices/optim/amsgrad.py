@@ -79,7 +79,8 @@ def amsgrad(
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
+            mu, nu, nu_max = state
             new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
             mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
             nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu

@@ -72,7 +72,7 @@ def partial_rowwise_adam(
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             square = rule.row_mean(rule.squared(g))
             new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, square, b2)
             root = rule.per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps

@@ -91,7 +91,7 @@ def rmsprop(
         size = step.size(learning_rate)
         correct = step.correction(decay) if bias_correction else lambda mean: mean
 
-        def kernel(g: jax.Array, *state: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
             old = dict(zip(starts, state, strict=True))
             new = {"nu": rule.decayed(old["nu"], rule.squared(g), decay)}
             square = correct(new["nu"])

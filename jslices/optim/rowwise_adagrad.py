@@ -65,7 +65,7 @@ def rowwise_adagrad(
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, total: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
             total = total + rule.row_mean(rule.squared(g))
             root = rule.per_row(jnp.sqrt(total), g) + eps
             return rule.scaled(size, jnp.where(root > 0, g / root, 0.0)), total

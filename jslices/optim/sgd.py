@@ -70,7 +70,7 @@ def sgd(
     def update(step: Step) -> Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, *traces: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, *traces: jax.Array) -> Arrays:
             if momentum is None:
                 return (rule.scaled(size, g),)
             (trace,) = traces

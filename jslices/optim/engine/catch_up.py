@@ -146,16 +146,14 @@ def with_clock(
     snapshot = [x for part in steps.parts for x in part.around(count, run).after]
     average = steps.average
 
-    def timed(
-        shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def timed(missed: Any, g: jax.Array, p: Any, *rest: jax.Array) -> Arrays:
         names, arrays, last, old = _clock_apart(rest, len(snapshot), key)
         stays = never_moves(last)
         moves, held, before = ~stays, last < 0, None
         if missed is None:
             moves &= last_done(last) == count
         else:  # which frees them
-            before, *later = missed.func(shared, g, p, *rest)
+            before, *later = missed(None, p, *rest)
             p, arrays = (p + before).astype(p.dtype), later[: len(arrays)]
             held = jnp.zeros_like(held)
         if average is not None:
@@ -174,7 +172,7 @@ def with_clock(
             update = (before + update).astype(update.dtype)
         return update, *new, *_now(step, snapshot, last, old)
 
-    return Partial(timed, () if missed is None else missed.args[0])
+    return Partial(timed, missed)
 
 
 def stale_warning() -> None:
@@ -341,7 +339,7 @@ def peeked(
         numbers = jnp.minimum(numbers, len(numbers) - 1)
     else:
         indices, numbers = number_by_runs(behind.indices, num_rows)
-    rows = _caught_up(kernel, read_rows(old, indices, axes))[0]
+    rows = _caught_up(kernel, [read_rows(x, indices, axes) for x in old])[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     return access.take_rows(rows, numbers, mode="promise_in_bounds")

@@ -244,13 +244,12 @@ def step_rows(
         elsewhere = functools.partial(run, other, False)
         result = lax.platform_dependent(*operands, cpu=here, default=elsewhere)
     indices, first, *new = result
-    new = [row_major_array(x) for x in new]
     if adds:
-        return row_major_array(first), *new
+        return tuple(map(row_major_array, (first, *new)))
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     distinct |= cpu.sums or cpu.way == "all rows"
     facts = grad.facts.lasting._replace(distinct=distinct)
-    return slices_of(first, indices, shape, facts), *new
+    return slices_of(first, indices, shape, facts), *map(row_major_array, new)
 
 
 def execute(
@@ -324,8 +323,8 @@ def _together(
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
     empty = access.empty_index(num_rows, indices.dtype)
-    read = read_rows(arrays, indices, row_axes)
-    update, *new_rows = kernel(derivable(indices < empty, values), *read)
+    rows = (read_rows(x, indices, row_axes) for x in arrays)
+    update, *new_rows = kernel(derivable(indices < empty, values), *rows)
     new = (
         access.set_rows(x, indices, rows.astype(x.dtype))
         for x, rows in zip(arrays[num_read:], new_rows, strict=True)
@@ -368,15 +367,12 @@ def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
     return result
 
 
-def read_rows(
-    arrays: Sequence[jax.Array], indices: jax.Array, row_axes: int = 1
-) -> list[jax.Array]:
-    """The rows ``[U, ...]`` of arrays ``[V, ...]``, for a kernel: see :func:`derivable`.
+def read_rows(x: jax.Array, indices: jax.Array, row_axes: int) -> jax.Array:
+    """Rows ``[U, ...]`` of an array ``[V, ...]``, for a kernel: see :func:`derivable`.
 
     Empty entries read the last row.
     """
-    platform = platform_of(*arrays)
-    return [_read_rows(x, indices, row_axes, platform) for x in arrays]
+    return _read_rows(x, indices, row_axes, platform_of(x))
 
 
 # Traced once for all arrays of one shape and a platform: see :func:`take_rows`.

@@ -178,7 +178,7 @@ class _Rows:
         )
 
     def read(self, subtree: PyTree) -> PyTree:
-        return self._map(lambda g, x: read_rows([x], g.indices, g.row_axes)[0], subtree)
+        return self._map(lambda g, x: read_rows(x, g.indices, g.row_axes), subtree)
 
     def write(self, subtree: PyTree, rows: PyTree) -> PyTree:
         def written(g: IndexedSlices, x: PyTree, new: PyTree) -> PyTree:
