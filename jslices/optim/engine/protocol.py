@@ -71,7 +71,7 @@ class GradientTransformation:
         is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
         ``optax.apply_updates``) adds.
       catch_up: for rows that catch up, see :meth:`catch_up`.
-      flush: the same for all rows; both or neither.
+      flush: the same for all rows; None for ``catch_up`` of all of them.
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
       peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
@@ -257,7 +257,9 @@ class GradientTransformation:
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         """The same for every row, before parameters are saved or evaluated."""
-        return (params, state) if self._flush is None else self._flush(params, state)
+        if self._flush is None:
+            return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
+        return self._flush(params, state)  # type: ignore[no-any-return]
 
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
         """Rows after the steps that they missed; nothing is written.

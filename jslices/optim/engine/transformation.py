@@ -60,9 +60,7 @@ def transformation(
     )
     if rule.missed is None:
         return tx
-    return tx.replace(
-        catch_up=run.catch_up, flush=run.flush, peek=run.peek, check=run.check
-    )
+    return tx.replace(catch_up=run.catch_up, peek=run.peek, check=run.check)
 
 
 @functools.cache
@@ -236,9 +234,6 @@ class _RuleOnTrees:
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         return self._advance(params, state, self._behind(params, state, ids))
 
-    def flush(self, params: Params, state: State) -> tuple[Params, State]:
-        return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
-
     @within_boxes(0)
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
         return self._peek(params, state, self._behind(params, state, rows))
@@ -290,7 +285,7 @@ class _RuleOnTrees:
 
     def _late(
         self, params: Params, state: State, behind: Sequence[exact.Behind]
-    ) -> Iterator[tuple[Kernel, exact.Behind, list[Any], list[jax.Array]]]:
+    ) -> Iterator[tuple[Kernel, exact.Behind, tuple[Any, ...], list[jax.Array]]]:
         """For each parameter its missed steps, its rows, what these read and keep."""
         leaves, tree = flatten(params)
         missed_of = functools.cache(functools.partial(self._missed, state))
