@@ -10,7 +10,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -75,7 +74,7 @@ def amsgrad(
     """
     exact = untouched == "exact"
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
@@ -104,4 +103,4 @@ def amsgrad(
         series = momentum_series(b1, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros(), "nu_max": rule.zeros()}
-    return transformation(AmsgradState, Rule(state, update, missed=missed))
+    return transformation(AmsgradState, rule.Rule(state, update, missed=missed))

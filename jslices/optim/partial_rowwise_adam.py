@@ -12,7 +12,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -68,7 +67,7 @@ def partial_rowwise_adam(
     Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
     """
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
@@ -91,4 +90,4 @@ def partial_rowwise_adam(
 
         missed = dataclasses.replace(adam, advance=advance)
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.row_of(0)}
-    return transformation(PartialRowwiseAdamState, Rule(state, update, missed=missed))
+    return transformation(PartialRowwiseAdamState, rule.Rule(state, update, missed=missed))

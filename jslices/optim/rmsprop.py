@@ -11,7 +11,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -87,7 +86,7 @@ def rmsprop(
     if momentum is not None:
         starts["trace"] = rule.zeros()
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
         correct = step.correction(decay) if bias_correction else lambda mean: mean
 
@@ -130,4 +129,4 @@ def rmsprop(
             trace = momentum_series(float(momentum), nesterov, corrected=False)
             series = (trace._replace(times_learning_rate=False),)
         missed = MissedSteps(advance, learning_rate, series)
-    return transformation(RmspropState, Rule(starts, update, missed=missed))
+    return transformation(RmspropState, rule.Rule(starts, update, missed=missed))

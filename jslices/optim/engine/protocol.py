@@ -580,18 +580,15 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
     Without a placement XLA sends the rows of the state that a step reads; with it each
     device would step all of them, and be sent the whole state.
     """
+    arrays = jax.tree.leaves(state)
 
-    def is_everywhere(g: Leaf) -> bool:
+    def unplaced(g: Leaf) -> Leaf:
         placement = g.facts.placement if isinstance(g, IndexedSlices) else None
-        return placement is not None and not placement.rows
+        if placement is None or placement.rows or not any(map(boundary.split_rows, arrays)):
+            return g
+        return g.with_facts(g.facts._replace(placement=None))
 
-    def changed(g: Leaf) -> Leaf:
-        return g.with_facts(g.facts._replace(placement=None)) if is_everywhere(g) else g
-
-    splits = any(map(is_everywhere, flatten(tree, is_leaf)[0])) and any(
-        map(boundary.split_rows, jax.tree.leaves(state))
-    )
-    return jax.tree.map(changed, tree, is_leaf=is_leaf) if splits else tree
+    return jax.tree.map(unplaced, tree, is_leaf=is_leaf)
 
 
 def _misfit(path: str, update: Leaf, param: jax.Array) -> ValueError:

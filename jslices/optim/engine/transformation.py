@@ -465,7 +465,7 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
 def check_state(state: State, state_type: type[State], names: Sequence[str]) -> None:
     """Refuses the state of another optimizer, or of one with other settings."""
     if not isinstance(state, state_type):
-        raise TypeError(_other_state("this optimizer", state, _shown(state_type)))
+        raise TypeError(other_state("this optimizer", state, _shown(state_type)))
     if not jax.tree.leaves(state._replace(count=None)):  # of no parameters
         return
     present = [name for name in state._fields[1:] if getattr(state, name) is not None]
@@ -479,19 +479,7 @@ def check_state(state: State, state_type: type[State], names: Sequence[str]) -> 
 def check_fields(caller: str, state: State, state_type: type[State]) -> None:
     """Refuses a state without these fields, which that of Optax has as well."""
     if not all(hasattr(state, name) for name in state_type._fields):
-        raise TypeError(_other_state(caller, state, _shown(state_type)))
-
-
-def check_links(state: State, count: int) -> None:
-    """Refuses anything but the tuple of ``count`` states that a chain has."""
-    if not isinstance(state, tuple) or hasattr(state, "_fields") or len(state) != count:
-        raise TypeError(_other_state("this chain", state, f"a tuple of {count} states"))
-
-
-def check_structure(caller: str, state: State, structure: PyTreeDef) -> None:
-    """Refuses a state of another structure."""
-    if jax.tree.structure(state) != structure:
-        raise TypeError(_other_state(caller, state, f"the structure {structure}"))
+        raise TypeError(other_state(caller, state, _shown(state_type)))
 
 
 def checked_gradient(
@@ -583,7 +571,8 @@ def arrays_of(state: State, name: str, tree: PyTreeDef) -> list[jax.Array]:
         ) from error
 
 
-def _other_state(caller: str, state: State, expected: str) -> str:
+def other_state(caller: str, state: State, expected: str) -> str:
+    """The error for a state that the caller did not make."""
     help = (
         "; jslices.checkpoint.import_state makes it from another optimizer's arrays"
         if isinstance(state, tuple)
