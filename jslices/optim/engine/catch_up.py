@@ -360,13 +360,12 @@ def missed_steps(
     return Partial(lambda shared, nothing, *arrays: kernel(shared, *arrays), shared)
 
 
-def arithmetic(steps: MissedSteps, platform: str) -> Callable[..., Arrays]:
+def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
     """``(shared, p, *arrays, last, *snapshot) -> (move, *new)`` of missed steps.
 
     A step calls it in several places, and so does what peeks before it: one function for
     all of them is traced once for each shape.
     """
-    del platform  # another is another function, as the program may depend on it
 
     @functools.partial(jax.jit, inline=True)
     def kernel(shared: PyTree, p: jax.Array, *rest: jax.Array) -> Arrays:

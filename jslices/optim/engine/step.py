@@ -367,18 +367,13 @@ def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
     return result
 
 
+# Traced once for all arrays of one shape, and anew for another default device.
+@functools.partial(jax.jit, static_argnums=2)
 def read_rows(x: jax.Array, indices: jax.Array, row_axes: int) -> jax.Array:
     """Rows ``[U, ...]`` of an array ``[V, ...]``, for a kernel: see :func:`derivable`.
 
     Empty entries read the last row.
     """
-    return _read_rows(x, indices, row_axes, platform_of(x))
-
-
-# Traced once for all arrays of one shape and a platform: see :func:`take_rows`.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _read_rows(x: jax.Array, indices: jax.Array, row_axes: int, platform: str) -> jax.Array:
-    del platform
     num_rows = access.rows_numbered(x.shape, row_axes)
     near = jnp.minimum(indices, 0 if num_rows == 0 else num_rows - 1)
     rows = access.take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)

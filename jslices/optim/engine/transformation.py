@@ -254,7 +254,7 @@ class _RuleOnTrees:
     def _missed(self, state: State, rule: Rule) -> Partial:
         """What rows do that are behind."""
         assert rule.missed is not None
-        kernel = self.arithmetic(rule.missed, platform_of())
+        kernel = self.arithmetic(rule.missed)
         return exact.missed_steps(rule.missed, kernel, state.count, state.clock)
 
     @on_any_mesh(lambda self, params, state, behind: shardings_of((params, state)))
