@@ -43,11 +43,8 @@ def amsgrad(
         nu_max = max(nu_max, nu / (1 - b2**t))
         p -= lr * (mu / (1 - b1**t)) / (sqrt(nu_max + eps_root) + eps)
 
-    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
-    and nor is its state. Exact: its means decay and it moves on when it catches up, as in a
-    dense optimizer.
-
-    Arguments that are not listed are those of :func:`jslices.adam`.
+    Untouched rows: lazy or exact. They are treated as by :func:`jslices.adam`, whose
+    arguments are those that are not listed.
 
     Args:
       bias_correction_mu: whether ``mu`` is divided by the weight it has seen.

@@ -39,11 +39,8 @@ def partial_rowwise_adam(
 
     Rows are the entries along axis 0 of every parameter: for a rank-1 array this is Adam.
 
-    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
-    and nor is its state. Exact: its means decay and it moves on when it catches up, as the
-    same optimizer on dense gradients moves it.
-
-    Arguments are those of :func:`jslices.adam`.
+    Untouched rows: lazy or exact. They are treated as by :func:`jslices.adam`, and the
+    arguments are the same.
 
     Returns:
       A :class:`GradientTransformation`. State per row: D + 1 numbers; 20 bytes more if

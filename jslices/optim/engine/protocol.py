@@ -307,14 +307,6 @@ class GradientTransformation:
         return self._plan(grads, params, platform)
 
 
-#: Of gradients by complex numbers.
-CONJUGATE = (
-    "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is the "
-    "conjugate of what a step follows. Type grads = jslices.tree.map(lambda g: g.conj(), "
-    "grads) before"
-)
-
-
 def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
     """Refuse None for all gradients, unless there is no parameter."""
     if grads is None and jax.tree.leaves(params):
@@ -347,7 +339,12 @@ def _warned_of_complex(grads: Gradients) -> Gradients:
     """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
     leaves = jax.tree.leaves(grads, is_leaf=is_leaf)
     if any(isinstance(g, IndexedSlices) and g.facts.unconjugated for g in leaves):
-        warn_at_line(f"{CONJUGATE} tx.apply or tx.update", category=UserWarning)
+        warn_at_line(
+            "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is "
+            "the conjugate of what a step follows. Type grads = jslices.tree.map(lambda g: "
+            "g.conj(), grads) before tx.apply or tx.update",
+            category=UserWarning,
+        )
         return jax.tree.map(lambda x: x, grads)  # which forgets it
     return grads
 
