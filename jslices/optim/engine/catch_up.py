@@ -494,6 +494,6 @@ def _every_row(kernel: Kernel, read: list[jax.Array], kept: list[jax.Array]) -> 
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=access.index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    operands = rows, nothing, read, kept
-    _, *new = execute(plan, kernel, p.shape[:axes], *operands, adds=True)
+    operands = plan, rows, nothing, read, kept
+    _, *new = execute(kernel, p.shape[:axes], *operands, adds=True)
     return tuple(map(boundary.row_major_array, new))

@@ -222,11 +222,6 @@ def step_rows(
         )
     every, shape = (*read, *state), grad.dense_shape
     sizes = None if shape is None else shape[: grad.row_axes]
-
-    def run(plan: Plan, on_cpu: bool | None, *operands: Any) -> Arrays:
-        how = functools.partial(execute, adds=adds, distinct=distinct, on_cpu=on_cpu)
-        return how(plan, kernel, sizes, *operands)
-
     distinct = unique or grad.facts.distinct
     by_rows = every if state or not linear else ()
     at_hand = platform_of(grad.values, *every)
@@ -234,12 +229,13 @@ def step_rows(
         choose_plan(grad, by_rows, x, linear=linear, unique=unique, at_hand=at_hand)
         for x in ("cpu", "gpu")
     )
+    run = functools.partial(execute, kernel, sizes, adds=adds, distinct=distinct)
     operands = grad.indices, grad.values, tuple(read), tuple(state)
     if cpu == other:
-        result = run(cpu, None, *operands)
+        result = run(cpu, *operands)
     else:
-        here = functools.partial(run, cpu, True)
-        elsewhere = functools.partial(run, other, False)
+        here = functools.partial(run, cpu, on_cpu=True)
+        elsewhere = functools.partial(run, other, on_cpu=False)
         result = lax.platform_dependent(*operands, cpu=here, default=elsewhere)
     indices, first, *new = result
     if adds:
@@ -251,9 +247,9 @@ def step_rows(
 
 
 def execute(
-    plan: Plan,
     kernel: Kernel,
     sizes: tuple[int, ...] | None,
+    plan: Plan,
     indices: jax.Array,
     values: jax.Array,
     read: Sequence[jax.Array],
@@ -266,10 +262,10 @@ def execute(
     """Runs ``kernel`` on the rows that ``indices`` name, as ``plan`` says.
 
     Args:
-      plan: any plan for these sizes; all give the same rows.
       kernel: see :data:`Kernel`; ``kernel(values, *read, *state) -> (update, *new)``.
       sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
         are no arrays then.
+      plan: any plan for these sizes; all give the same rows.
       indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
       values: ``[K, *D]``, the gradient.
       read: as in :func:`step_rows`, as are ``state`` and ``adds``.
