@@ -45,7 +45,11 @@ WRAPPED = {
     "in multi_steps": js.optim.multi_steps(freeze(EXACTLY), 1, SHAPES),
     "partition": freeze(js.optim.partition({"a": EXACTLY, "b": js.sgd(0.1)}, "a")),
     "in partition": js.optim.partition(
-        {"a": freeze(EXACTLY), "b": js.sgd(0.1)}, {"table": "a", "w": "b"}
+        {
+            "a": js.optim.freeze_rows(EXACTLY, lambda rows: jnp.asarray(FROZEN)[rows]),
+            "b": js.sgd(0.1),
+        },
+        {"table": "a", "w": "b"},
     ),
     "masked": freeze(js.optim.masked(DECAYS, {"table": True, "w": False})),
     "inject_hyperparams": freeze(
@@ -55,7 +59,7 @@ WRAPPED = {
 }
 
 
-QUICK = ("chain", "from_optax", "masked")
+QUICK = ("chain", "from_optax", "in partition", "masked")
 
 
 def start():

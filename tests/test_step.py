@@ -64,7 +64,13 @@ def compiled(name, plan):
     kernel = KERNELS[name]
     return fast_jit(
         lambda indices, values, *arrays: execute(
-            plan, kernel.step, indices, values, (V,), arrays, kernel.num_read
+            kernel.step,
+            (V,),
+            plan,
+            indices,
+            values,
+            arrays[: kernel.num_read],
+            arrays[kernel.num_read :],
         )
     )
 
@@ -153,7 +159,7 @@ def test_dtypes_of_the_arrays_are_kept(plan):
     kernel = lambda g, m: (g.astype(jnp.float32) + m, m + g.astype(jnp.float32))  # noqa: E731
     ids = np.arange(K, dtype=np.int32) % 4
     values, m = np.ones((K, D), jnp.bfloat16), np.ones((V, D), jnp.bfloat16)
-    step = fast_jit(lambda *x: execute(plan, kernel, *x[:2], (V,), x[2:]))
+    step = fast_jit(lambda *x: execute(kernel, (V,), plan, *x[:2], (), x[2:]))
     _, update, new = step(ids, values, m)
     assert (update.dtype, new.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(new)[:, 0], [7] * 4 + [1] * 6)
@@ -193,7 +199,7 @@ def test_a_pass_over_all_rows_keeps_those_without_a_gradient(kernel):
 
     @fast_jit
     def both(rows, dense, a, b):
-        stepped = execute(Plan("all rows", 5, V), kernel, ids, rows, (V,), (a, b))
+        stepped = execute(kernel, (V,), Plan("all rows", 5, V), ids, rows, (), (a, b))
         return stepped, kernel(dense, a, b)
 
     (indices, *new), wanted = both(rows, numpy_dense(rows, ids, (V, 4)), a, b)
@@ -211,7 +217,7 @@ def test_derivatives_by_what_a_kernel_closes_over_and_by_rows(plan):
 
     def after(rate, values, m):
         kernel = lambda g, m: (rate * g / (1 + m), m + rate * g * g)  # noqa: E731
-        indices, update, new = execute(plan, kernel, ids, values, (V,), [m])
+        indices, update, new = execute(kernel, (V,), plan, ids, values, (), [m])
         return (jnp.zeros((V, D)).at[indices].add(update, mode="drop") * new).sum()
 
     def wanted(rate, values, m):

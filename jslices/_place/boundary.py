@@ -467,11 +467,6 @@ def row_major_array(x: Leaf) -> Any:
     return jax.device_put(x, placed)
 
 
-def row_major_tables(tree: PyTree) -> Any:
-    """The tree with arrays that look like tables row-major."""
-    return jax.tree.map(lambda x: row_major_array(x) if is_tall(x) else x, tree)
-
-
 def is_row_major(x: Aval) -> bool:
     """Whether there is nothing to do. Traced arrays have no known layout."""
     if math.prod(x.shape[1:]) < 2:

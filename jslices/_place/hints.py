@@ -158,43 +158,35 @@ def hint_large_step(values: Aval) -> None:
     )
 
 
-def hint_tiles(place: str, shape: tuple[int, ...], row_axes: int, values: Aval) -> None:
-    """Hints, once for each table, at the cost of rows that do not fill a TPU's tiles.
-
-    ``[L, V, D]`` is stored in tiles of 8 rows of one table. Unless these are full, XLA:TPU
-    cannot treat it as ``[L * V, D]``, and copies it to write some thousand rows.
-    """
-    num_rows = shape[row_axes - 1]
-    if len(shape) != row_axes + 1 or platform_of(values) != "tpu":
+def hint_rows(place: str, shape: tuple[int, ...], row_axes: int, *x: Aval) -> None:
+    """Hints, once for each table, at what its rows cost on a TPU. ``x``: arrays on it."""
+    length, size = math.prod(shape[row_axes:]), math.prod(shape[:row_axes])
+    if _jax.is_symbolic(size):
         return
-    if _jax.is_symbolic(num_rows) or num_rows % TILE_ROWS == 0:
+    kind = getattr(device_of(*x) or jax.devices()[0], "device_kind", "")
+    large = kind in SPARSE_CORES and size * LANES >= LARGE_TABLE
+    if large and 1 < length <= LANES // 4:
+        hint_once(
+            ("short rows", place, shape),
+            f"the table{place} of shape {shape} has rows of {length} numbers, which a TPU "
+            f"pads to {LANES}, in its state as well, and by XLA's count a step on a {kind} "
+            "moves as much as a dense one, or more. Packed tables move less than half of "
+            f"that: store it as [V * {length} / {LANES}, {LANES}], and look up "
+            f"packed.reshape(V, {length})[ids]",
+        )
+    # ``[L, V, D]`` is stored in tiles of 8 rows of one table. Unless these are full,
+    # XLA:TPU cannot treat it as ``[L * V, D]``, and copies it to write some thousand rows.
+    num_rows = shape[row_axes - 1]
+    if row_axes == 1 or len(shape) != row_axes + 1 or num_rows % TILE_ROWS == 0:
         return
     hint_once(
-        (place, shape, values.dtype),
+        ("tiles", place, shape),
         f"the table{place} of shape {shape} has {num_rows} rows along axis {row_axes - 1}, "
         f"which the {TILE_ROWS} rows of a TPU's tile do not divide: each step of more than "
         "a few rows copies all of it, there and back. Give it "
         f"jslices.padded_rows({num_rows}, {TILE_ROWS}) = "
         f"{-(-num_rows // TILE_ROWS) * TILE_ROWS}; on a mesh, {TILE_ROWS} for each device "
         "that divides them",
-    )
-
-
-def hint_short_rows(place: str, shape: tuple[int, ...], row_axes: int, *x: Aval) -> None:
-    """Hints, once for each table, at the cost of short rows on a TPU with SparseCores."""
-    length, size = math.prod(shape[row_axes:]), math.prod(shape[:row_axes])
-    if not 1 < length <= LANES // 4 or platform_of(*x) != "tpu" or _jax.is_symbolic(size):
-        return
-    kind = getattr(device_of(*x) or jax.devices()[0], "device_kind", "")
-    if kind not in SPARSE_CORES or size * LANES < LARGE_TABLE:
-        return
-    hint_once(
-        ("short rows", place, shape),
-        f"the table{place} of shape {shape} has rows of {length} numbers, which a TPU pads "
-        f"to {LANES}, in its state as well, and by XLA's count a step on a {kind} moves as "
-        "much as a dense one, or more. Packed tables move less than half of that: "
-        f"store it as [V * {length} / {LANES}, {LANES}], and look up "
-        f"packed.reshape(V, {length})[ids]",
     )
 
 

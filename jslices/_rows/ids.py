@@ -10,7 +10,13 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from jslices._arguments import OneOf
-from jslices._rows.access import canonical_indices, in_32_bits, index_dtype, static_int
+from jslices._rows.access import (
+    canonical_indices,
+    clipped_indices,
+    in_32_bits,
+    index_dtype,
+    static_int,
+)
 
 #: What an id outside ``[0, V)`` does. As in JAX, "fill" and "drop" are one mode: a read
 #: fills, a write drops.
@@ -101,10 +107,9 @@ def settle(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
     """
     if mode == "promise_in_bounds":
         return ids.astype(index_dtype(num_rows, np.dtype(ids.dtype)))
-    settled = canonical_indices(ids, num_rows)
-    if mode != "clip" or num_rows == 0:
-        return settled
-    return jnp.where(ids < 0, 0, jnp.minimum(settled, num_rows - 1))
+    if mode == "clip" and num_rows != 0:
+        return clipped_indices(ids, num_rows)
+    return canonical_indices(ids, num_rows)
 
 
 def refuse_bad_ids(

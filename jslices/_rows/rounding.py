@@ -60,15 +60,10 @@ def fold_in(bits: KeyBits, number: int) -> KeyBits:
     return jnp.stack(_hash(bits, jnp.uint32(number), jnp.uint32(0x524F554E)))
 
 
-def add_rounding(
-    param: jax.Array, update: jax.Array, bits: KeyBits, numbers: jax.Array | None = None
-) -> jax.Array:
-    """``param`` ``[V, *D]`` plus ``update``, every element rounded stochastically.
-
-    ``numbers`` are those of the rows, ``[V]``, or ``[L, V]`` where two axes number them.
-    """
+def add_rounding(param: jax.Array, update: jax.Array, bits: KeyBits) -> jax.Array:
+    """``param`` ``[V, *D]`` plus ``update``, every element rounded stochastically."""
     total = jnp.atleast_1d(param.astype(jnp.float32) + update.astype(jnp.float32))
-    numbers = jnp.arange(total.shape[0]) if numbers is None else numbers
+    numbers = jnp.arange(total.shape[0])
     return round_rows(total, numbers, bits, param.dtype).reshape(param.shape)
 
 

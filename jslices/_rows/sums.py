@@ -126,16 +126,6 @@ def _sum_duplicates(
     return unique, summed, distinct
 
 
-def check_combine(combine: str, dtype: jnp.dtype) -> None:
-    """Refuses an unknown way to combine, and fractions of integers."""
-    COMBINER.check("coalesce", "combine", combine)
-    if combine != "sum" and not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
-            f"combine={combine!r} divides, and these rows are {dtype}; cast them first: "
-            "slices.astype('float32')"
-        )
-
-
 def _in_turn(
     num_rows: int | None,
     capacity: int,

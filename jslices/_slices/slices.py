@@ -21,7 +21,7 @@ from jslices._place.boundary import (
     one_program,
 )
 from jslices._rows import access
-from jslices._rows.sums import Order, add_rows, check_combine, sum_duplicates
+from jslices._rows.sums import COMBINER, Order, add_rows, sum_duplicates
 from jslices._slices import parts
 from jslices._slices.entries import NO_FACTS, Facts, check_slices
 from jslices._slices.refusals import Refusals
@@ -168,7 +168,12 @@ class IndexedSlices(Refusals):
         dense gradients only.
         """
         check_slices(self)
-        check_combine(combine, self.values.dtype)
+        COMBINER.check("coalesce", "combine", combine)
+        if combine != "sum" and not jnp.issubdtype(self.dtype, jnp.inexact):
+            raise TypeError(
+                f"combine={combine!r} divides, and these rows are {self.dtype}; cast them "
+                "first: slices.astype('float32')"
+            )
         return _summed(self, size, combine)
 
     def astype(self, dtype: DTypeLike) -> "IndexedSlices":

@@ -10,7 +10,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -95,13 +94,13 @@ def adadelta(
 
         missed = MissedSteps(advance, learning_rate)
 
-    def rule_of(rate: Scalar | Schedule) -> Rule:
-        def update(step: Step) -> Kernel:
+    def rule_of(rate: Scalar | Schedule) -> rule.Rule:
+        def update(step: rule.Step) -> rule.Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, *rows: jax.Array) -> Arrays:
-                *p, e_g, e_x = rows
-                g = rule.with_decay(g, p[0], rate, step.count) if p else g
+            def kernel(g: jax.Array, p: jax.Array, *means: jax.Array) -> Arrays:
+                e_g, e_x = means
+                g = rule.with_decay(g, p, rate, step.count)
                 e_g = rule.decayed(e_g, g**2, rho)
                 x = (jnp.sqrt(e_x + eps) / jnp.sqrt(e_g + eps)) * g
                 return rule.scaled(size, x), e_g, rule.decayed(e_x, x**2, rho)
@@ -109,7 +108,9 @@ def adadelta(
             return kernel
 
         state = {"e_g": rule.zeros(), "e_x": rule.zeros()}
-        return Rule(state, update, reads_params=rule.decays(weight_decay), missed=missed)
+        return rule.Rule(
+            state, update, reads_params=rule.decays(weight_decay), missed=missed
+        )
 
     return transformation(
         AdadeltaState, rule_of(weight_decay), other=rule_of(0.0), mask=weight_decay_mask

@@ -10,7 +10,6 @@ from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -60,10 +59,10 @@ def adagrad(
     """
     del untouched  # the same in both forms
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, total: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
             total = rule.squared(g) + total
             scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
             return rule.scaled(size, scale * g), total
@@ -71,4 +70,4 @@ def adagrad(
         return kernel
 
     state = {"sum_of_squares": rule.full(initial_accumulator_value)}
-    return transformation(AdagradState, Rule(state, update))
+    return transformation(AdagradState, rule.Rule(state, update))

@@ -10,7 +10,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, step_moments
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -88,18 +87,18 @@ def adam(
     """
     moments = Moments(b1, b2, eps, eps_root, nesterov, eps_hat)
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size, direction = step.size(learning_rate), moments.direction(step)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-            u, mu, nu = direction(g, mu, nu)
+        def kernel(g: jax.Array, p: jax.Array, *means: jax.Array) -> Arrays:
+            u, mu, nu = direction(g, *means)
             return rule.scaled(size, u), mu, nu
 
         return kernel
 
     missed = moments.missed("adam", learning_rate) if untouched == "exact" else None
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
-    return transformation(AdamState, Rule(state, update, missed=missed))
+    return transformation(AdamState, rule.Rule(state, update, missed=missed))
 
 
 class Moments(NamedTuple):
@@ -112,7 +111,7 @@ class Moments(NamedTuple):
     nesterov: bool = False
     eps_hat: bool = False
 
-    def direction(self, step: Step) -> Kernel:
+    def direction(self, step: rule.Step) -> rule.Kernel:
         """``(g, mu, nu) -> (direction, mu, nu)`` of one step."""
         b1, b2, eps, eps_root, nesterov, eps_hat = self
         correct_mu, correct_nu = step.correction(b1), step.correction(b2, root=eps_hat)

@@ -8,7 +8,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -71,8 +70,8 @@ def adamw(
     everywhere = weight_decay_mode == "all" or (exact and weight_decay_mode is None)
     moments = Moments(b1, b2, eps, eps_root, nesterov, eps_hat)
 
-    def rule_of(rate: Scalar | Schedule) -> Rule:
-        def update(step: Step) -> Kernel:
+    def rule_of(rate: Scalar | Schedule) -> rule.Rule:
+        def update(step: rule.Step) -> rule.Kernel:
             size, direction = step.size(learning_rate), moments.direction(step)
 
             def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
@@ -89,6 +88,6 @@ def adamw(
             only_decay = lambda missed, p, *state: (missed.decay * p, *state)  # noqa: E731
             missed = MissedSteps(only_decay, learning_rate, (), decay)
         state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
-        return Rule(state, update, reads_params=True, missed=missed)
+        return rule.Rule(state, update, reads_params=True, missed=missed)
 
     return transformation(AdamState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)

@@ -10,7 +10,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -44,11 +43,8 @@ def amsgrad(
         nu_max = max(nu_max, nu / (1 - b2**t))
         p -= lr * (mu / (1 - b1**t)) / (sqrt(nu_max + eps_root) + eps)
 
-    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
-    and nor is its state. Exact: its means decay and it moves on when it catches up, as in a
-    dense optimizer.
-
-    Arguments that are not listed are those of :func:`jslices.adam`.
+    Untouched rows: lazy or exact. They are treated as by :func:`jslices.adam`, whose
+    arguments are those that are not listed.
 
     Args:
       bias_correction_mu: whether ``mu`` is divided by the weight it has seen.
@@ -75,11 +71,12 @@ def amsgrad(
     """
     exact = untouched == "exact"
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
+            mu, nu, nu_max = state
             new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
             mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
             nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu
@@ -103,4 +100,4 @@ def amsgrad(
         series = momentum_series(b1, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros(), "nu_max": rule.zeros()}
-    return transformation(AmsgradState, Rule(state, update, missed=missed))
+    return transformation(AmsgradState, rule.Rule(state, update, missed=missed))

@@ -13,7 +13,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation, StateOfRows
-from jslices.optim.engine.rule import Kernel, Rule, Step, value_at
 from jslices.optim.engine.transformation import transformation
 
 
@@ -96,7 +95,7 @@ def dp_sgd(
             "noise is drawn; a learning rate that changes is a function of the step"
         )
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
 
         def kernel(g: jax.Array, p: jax.Array) -> Arrays:
@@ -110,7 +109,7 @@ def dp_sgd(
         return kernel
 
     def variance(count: jax.Array) -> Any:
-        return value_at(learning_rate, count) ** 2
+        return rule.value_at(learning_rate, count) ** 2
 
     deviation = float(l2_norm_clip * noise_multiplier / expected_batch_size)
     missed = MissedSteps(
@@ -119,7 +118,7 @@ def dp_sgd(
         run=True,
         noise=(deviation, key_bits(key, "dp_sgd")),
     )
-    tx = transformation(DpSgdState, Rule({}, update, reads_params=True, missed=missed))
+    tx = transformation(DpSgdState, rule.Rule({}, update, reads_params=True, missed=missed))
 
     def apply(
         *args: Any, exact: bool = False, peeked: PyTree = None

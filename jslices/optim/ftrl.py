@@ -10,7 +10,6 @@ from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -81,7 +80,7 @@ def ftrl(
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage, power = l2_shrinkage_regularization_strength, -learning_rate_power
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         rate: Any = rule.value_at(learning_rate, step.count)
 
         def kernel(
@@ -102,4 +101,4 @@ def ftrl(
         return kernel
 
     state = {"accum": rule.full(initial_accumulator_value), "linear": rule.zeros()}
-    return transformation(FtrlState, Rule(state, update, reads_params=True))
+    return transformation(FtrlState, rule.Rule(state, update, reads_params=True))

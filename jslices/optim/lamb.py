@@ -11,7 +11,6 @@ from jslices.optim.adam import Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -76,8 +75,8 @@ def lamb(
     """
     rule.check_lazy("lamb", untouched, "as what a row misses depends on its own path")
 
-    def rule_of(rate: Scalar | Schedule) -> Rule:
-        def update(step: Step, by_row: bool = False) -> Kernel:
+    def rule_of(rate: Scalar | Schedule) -> rule.Rule:
+        def update(step: rule.Step, by_row: bool = False) -> rule.Kernel:
             size = step.size(learning_rate)
             direction = Moments(b1, b2, eps, eps_root).direction(step)
 
@@ -88,7 +87,7 @@ def lamb(
 
             return kernel
 
-        return Rule(
+        return rule.Rule(
             {"mu": rule.zeros(), "nu": rule.zeros()},
             update,
             update_rows=functools.partial(update, by_row=True),

@@ -10,7 +10,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -95,8 +94,8 @@ def lion(
             '"others": jslices.lion(rate, weight_decay=0.0)}, labels), both exact'
         )
 
-    def rule_of(rate: Scalar | Schedule) -> Rule:
-        def update(step: Step) -> Kernel:
+    def rule_of(rate: Scalar | Schedule) -> rule.Rule:
+        def update(step: rule.Step) -> rule.Kernel:
             size = step.size(learning_rate)
 
             def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> Arrays:
@@ -108,7 +107,9 @@ def lion(
             return kernel
 
         missed = lion_missed(rate) if exact or everywhere else None
-        return Rule({"mu": rule.zeros(mu_dtype)}, update, reads_params=True, missed=missed)
+        return rule.Rule(
+            {"mu": rule.zeros(mu_dtype)}, update, reads_params=True, missed=missed
+        )
 
     def lion_missed(rate: Any) -> MissedSteps:
         rule.check_fading("lion", b1=b1, b2=b2)

@@ -12,7 +12,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -40,11 +39,8 @@ def partial_rowwise_adam(
 
     Rows are the entries along axis 0 of every parameter: for a rank-1 array this is Adam.
 
-    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
-    and nor is its state. Exact: its means decay and it moves on when it catches up, as the
-    same optimizer on dense gradients moves it.
-
-    Arguments are those of :func:`jslices.adam`.
+    Untouched rows: lazy or exact. They are treated as by :func:`jslices.adam`, and the
+    arguments are the same.
 
     Returns:
       A :class:`GradientTransformation`. State per row: D + 1 numbers; 20 bytes more if
@@ -68,11 +64,11 @@ def partial_rowwise_adam(
     Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
     """
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             square = rule.row_mean(rule.squared(g))
             new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, square, b2)
             root = rule.per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
@@ -91,4 +87,4 @@ def partial_rowwise_adam(
 
         missed = dataclasses.replace(adam, advance=advance)
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.row_of(0)}
-    return transformation(PartialRowwiseAdamState, Rule(state, update, missed=missed))
+    return transformation(PartialRowwiseAdamState, rule.Rule(state, update, missed=missed))

@@ -10,7 +10,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -79,7 +78,7 @@ def proximal_adagrad(
             "schedule: the missed pulls have no closed form then"
         )
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         rate: Any = rule.value_at(learning_rate, step.count)
 
         def kernel(g: jax.Array, p: jax.Array, accum: jax.Array) -> Arrays:
@@ -108,5 +107,5 @@ def proximal_adagrad(
         missed = MissedSteps(advance, learning_rate, run=True)
     state = {"accum": rule.full(initial_accumulator_value)}
     return transformation(
-        ProximalAdagradState, Rule(state, update, reads_params=True, missed=missed)
+        ProximalAdagradState, rule.Rule(state, update, reads_params=True, missed=missed)
     )

@@ -11,7 +11,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -87,11 +86,11 @@ def rmsprop(
     if momentum is not None:
         starts["trace"] = rule.zeros()
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
         correct = step.correction(decay) if bias_correction else lambda mean: mean
 
-        def kernel(g: jax.Array, *state: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
             old = dict(zip(starts, state, strict=True))
             new = {"nu": rule.decayed(old["nu"], rule.squared(g), decay)}
             square = correct(new["nu"])
@@ -130,4 +129,4 @@ def rmsprop(
             trace = momentum_series(float(momentum), nesterov, corrected=False)
             series = (trace._replace(times_learning_rate=False),)
         missed = MissedSteps(advance, learning_rate, series)
-    return transformation(RmspropState, Rule(starts, update, missed=missed))
+    return transformation(RmspropState, rule.Rule(starts, update, missed=missed))

@@ -9,7 +9,6 @@ from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -62,10 +61,10 @@ def rowwise_adagrad(
     """
     del untouched  # the same in both forms
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, total: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
             total = total + rule.row_mean(rule.squared(g))
             root = rule.per_row(jnp.sqrt(total), g) + eps
             return rule.scaled(size, jnp.where(root > 0, g / root, 0.0)), total
@@ -73,4 +72,4 @@ def rowwise_adagrad(
         return kernel
 
     state = {"sum_of_squares": rule.row_of(initial_accumulator_value)}
-    return transformation(RowwiseAdagradState, Rule(state, update))
+    return transformation(RowwiseAdagradState, rule.Rule(state, update))

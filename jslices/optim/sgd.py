@@ -9,7 +9,6 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step
 from jslices.optim.engine.transformation import transformation
 
 
@@ -67,10 +66,10 @@ def sgd(
     """
     exact = untouched == "exact"
 
-    def update(step: Step) -> Kernel:
+    def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, *traces: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, *traces: jax.Array) -> Arrays:
             if momentum is None:
                 return (rule.scaled(size, g),)
             (trace,) = traces
@@ -81,7 +80,7 @@ def sgd(
         return kernel
 
     if momentum is None:
-        return transformation(SgdState, Rule({}, update, linear=True))
+        return transformation(SgdState, rule.Rule({}, update, linear=True))
     missed = None
     if exact:
         rule.check_fading("sgd", momentum=momentum)
@@ -92,4 +91,4 @@ def sgd(
         series = momentum_series(momentum, nesterov, corrected=False)
         missed = MissedSteps(advance, learning_rate, (series,))
     state = {"trace": rule.zeros(accumulator_dtype)}
-    return transformation(SgdState, Rule(state, update, missed=missed))
+    return transformation(SgdState, rule.Rule(state, update, missed=missed))

@@ -146,16 +146,14 @@ def with_clock(
     snapshot = [x for part in steps.parts for x in part.around(count, run).after]
     average = steps.average
 
-    def timed(
-        shared: PyTree, g: jax.Array, p: Any, *rest: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def timed(missed: Any, g: jax.Array, p: Any, *rest: jax.Array) -> Arrays:
         names, arrays, last, old = _clock_apart(rest, len(snapshot), key)
         stays = never_moves(last)
         moves, held, before = ~stays, last < 0, None
         if missed is None:
             moves &= last_done(last) == count
         else:  # which frees them
-            before, *later = missed.func(shared, g, p, *rest)
+            before, *later = missed(None, p, *rest)
             p, arrays = (p + before).astype(p.dtype), later[: len(arrays)]
             held = jnp.zeros_like(held)
         if average is not None:
@@ -174,7 +172,7 @@ def with_clock(
             update = (before + update).astype(update.dtype)
         return update, *new, *_now(step, snapshot, last, old)
 
-    return Partial(timed, () if missed is None else missed.args[0])
+    return Partial(timed, missed)
 
 
 def stale_warning() -> None:
@@ -289,7 +287,7 @@ def caught_up(
     kept: Sequence[ArrayLike],
     clock_at: int,
     count: jax.Array,
-) -> tuple[jax.Array, ...] | None:
+) -> Arrays | None:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
     Where all rows are meant, and none has missed a step, as in an array that each step
@@ -298,24 +296,22 @@ def caught_up(
     """
     if behind is False:
         return None
-    num_read, old = len(read), [jnp.asarray(x) for x in (*read, *kept)]
+    old = [jnp.asarray(x) for x in read], [jnp.asarray(x) for x in kept]
     if behind is not True:
-        return step_rows(kernel, behind, old[:num_read], old[num_read:], adds=True)
-    last = old[num_read + clock_at]
+        return step_rows(kernel, behind, *old, adds=True)
+    last = old[1][clock_at]
     late = last_done(last) < count
-    old[num_read + clock_at] = jnp.where((last < 0) & ~late, ~last, last)
-    every_row = lambda *x: tuple(_every_row(kernel, list(x), num_read))  # noqa: E731
-    as_it_is = lambda p, *rest: (p, *rest[num_read - 1 :])  # noqa: E731
+    old[1][clock_at] = jnp.where((last < 0) & ~late, ~last, last)
+    every_row = functools.partial(_every_row, kernel)
+    as_it_is = lambda read, kept: (read[0], *kept)  # noqa: E731
 
-    def if_late(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def if_late(*arrays: list[jax.Array]) -> Arrays:
         return lax.cond(jnp.any(late), every_row, as_it_is, *arrays)  # type: ignore[no-any-return]
 
-    if old[0].size > CHUNK_ELEMENTS:
+    if old[0][0].size > CHUNK_ELEMENTS:
         return if_late(*old)
     # But for a CPU it takes longer to wait for what has been computed than to compute.
-    result: tuple[jax.Array, ...] = lax.platform_dependent(
-        *old, cpu=if_late, default=every_row
-    )
+    result: Arrays = lax.platform_dependent(*old, cpu=if_late, default=every_row)
     return result
 
 
@@ -341,7 +337,7 @@ def peeked(
         numbers = jnp.minimum(numbers, len(numbers) - 1)
     else:
         indices, numbers = number_by_runs(behind.indices, num_rows)
-    rows = _caught_up(kernel, read_rows(old, indices, axes))[0]
+    rows = _caught_up(kernel, [read_rows(x, indices, axes) for x in old])[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     return access.take_rows(rows, numbers, mode="promise_in_bounds")
@@ -362,13 +358,12 @@ def missed_steps(
     return Partial(lambda shared, nothing, *arrays: kernel(shared, *arrays), shared)
 
 
-def arithmetic(steps: MissedSteps, platform: str) -> Callable[..., Arrays]:
+def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
     """``(shared, p, *arrays, last, *snapshot) -> (move, *new)`` of missed steps.
 
     A step calls it in several places, and so does what peeks before it: one function for
     all of them is traced once for each shape.
     """
-    del platform  # another is another function, as the program may depend on it
 
     @functools.partial(jax.jit, inline=True)
     def kernel(shared: PyTree, p: jax.Array, *rest: jax.Array) -> Arrays:
@@ -413,11 +408,11 @@ def arithmetic(steps: MissedSteps, platform: str) -> Callable[..., Arrays]:
     return kernel
 
 
-def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> Arrays:
     """A parameter and what is kept with it, or rows of them, after their missed steps."""
     p = arrays[0]
     move, *new = kernel(None, *arrays)
-    return [(p + move).astype(p.dtype), *new]
+    return (p + move).astype(p.dtype), *new
 
 
 def _clock_apart(
@@ -481,25 +476,24 @@ def _now(
     return jnp.where(never_moves(last), FROZEN - done, done), *news
 
 
-def _every_row(kernel: Kernel, arrays: list[jax.Array], num_read: int) -> list[jax.Array]:
+def _every_row(kernel: Kernel, read: list[jax.Array], kept: list[jax.Array]) -> Arrays:
     """The kernel on all rows, as many at a time as stay in the cache.
 
     They are gathered and scattered: of slices that are read and written XLA copies the
     whole arrays in every turn of a loop. Not on a mesh, where each device would ask the
     others for its rows.
     """
-    p = arrays[0]
+    p = read[0]
     axes = max(1, p.ndim - 1)
     mesh = boundary.mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
-        return _caught_up(kernel, arrays)
+        return _caught_up(kernel, (*read, *kept))
     height = access.rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=access.index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    _, *new = execute(
-        plan, kernel, rows, nothing, p.shape[:axes], arrays, num_read, adds=True
-    )
-    return [boundary.row_major_array(x) for x in new]
+    operands = plan, rows, nothing, read, kept
+    _, *new = execute(kernel, p.shape[:axes], *operands, adds=True)
+    return tuple(map(boundary.row_major_array, new))

@@ -30,6 +30,7 @@ import numpy as np
 
 from jslices._place import boundary
 from jslices._typing import Arrays, Scalar, Schedule
+from jslices.optim.engine.rule import weight_seen
 
 #: What is left of a term beyond the window, relative to the first, and how much of a square
 #: is the rounding of what is taken from it: as multiples of the smallest ``eps``.
@@ -365,11 +366,6 @@ def step_moments(
         return Series(b1 * b2 ** (of / 2), weight, settles=max(b1, b2))
 
     return tuple(power(of) for of in (-1, 0, 1, 2))
-
-
-def weight_seen(decay: Scalar, steps: Steps) -> Any:
-    """The sum of the weights of so many terms of a decaying mean."""
-    return 1 - decay**steps
 
 
 def two_steps(xp: Any, sums: Any, dtype: np.dtype) -> Any:

@@ -71,7 +71,7 @@ class GradientTransformation:
         is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
         ``optax.apply_updates``) adds.
       catch_up: for rows that catch up, see :meth:`catch_up`.
-      flush: the same for all rows; both or neither.
+      flush: the same for all rows; None for ``catch_up`` of all of them.
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
       peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
@@ -257,7 +257,9 @@ class GradientTransformation:
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         """The same for every row, before parameters are saved or evaluated."""
-        return (params, state) if self._flush is None else self._flush(params, state)
+        if self._flush is None:
+            return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
+        return self._flush(params, state)  # type: ignore[no-any-return]
 
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
         """Rows after the steps that they missed; nothing is written.
@@ -305,14 +307,6 @@ class GradientTransformation:
         return self._plan(grads, params, platform)
 
 
-#: Of gradients by complex numbers.
-CONJUGATE = (
-    "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is the "
-    "conjugate of what a step follows. Type grads = jslices.tree.map(lambda g: g.conj(), "
-    "grads) before"
-)
-
-
 def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
     """Refuse None for all gradients, unless there is no parameter."""
     if grads is None and jax.tree.leaves(params):
@@ -345,7 +339,12 @@ def _warned_of_complex(grads: Gradients) -> Gradients:
     """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
     leaves = jax.tree.leaves(grads, is_leaf=is_leaf)
     if any(isinstance(g, IndexedSlices) and g.facts.unconjugated for g in leaves):
-        warn_at_line(f"{CONJUGATE} tx.apply or tx.update", category=UserWarning)
+        warn_at_line(
+            "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is "
+            "the conjugate of what a step follows. Type grads = jslices.tree.map(lambda g: "
+            "g.conj(), grads) before tx.apply or tx.update",
+            category=UserWarning,
+        )
         return jax.tree.map(lambda x: x, grads)  # which forgets it
     return grads
 
@@ -578,18 +577,15 @@ def left_to_xla(tree: PyTree, state: State) -> PyTree:
     Without a placement XLA sends the rows of the state that a step reads; with it each
     device would step all of them, and be sent the whole state.
     """
+    arrays = jax.tree.leaves(state)
 
-    def is_everywhere(g: Leaf) -> bool:
+    def unplaced(g: Leaf) -> Leaf:
         placement = g.facts.placement if isinstance(g, IndexedSlices) else None
-        return placement is not None and not placement.rows
+        if placement is None or placement.rows or not any(map(boundary.split_rows, arrays)):
+            return g
+        return g.with_facts(g.facts._replace(placement=None))
 
-    def changed(g: Leaf) -> Leaf:
-        return g.with_facts(g.facts._replace(placement=None)) if is_everywhere(g) else g
-
-    splits = any(map(is_everywhere, flatten(tree, is_leaf)[0])) and any(
-        map(boundary.split_rows, jax.tree.leaves(state))
-    )
-    return jax.tree.map(changed, tree, is_leaf=is_leaf) if splits else tree
+    return jax.tree.map(unplaced, tree, is_leaf=is_leaf)
 
 
 def _misfit(path: str, update: Leaf, param: jax.Array) -> ValueError:

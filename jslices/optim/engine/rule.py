@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
 from jslices._typing import Scalar as Scalar
 from jslices._typing import Schedule as Schedule
-from jslices.optim.engine.missed import MissedSteps, weight_seen
+
+if TYPE_CHECKING:
+    from jslices.optim.engine.missed import MissedSteps
 
 # --- A step -----------------------------------------------------------------------------
 
@@ -69,6 +71,11 @@ class Step:
             return mean / jnp.broadcast_to(weight, mean.shape)
 
         return corrected
+
+
+def weight_seen(decay: Scalar, steps: Any) -> Any:
+    """The sum of the weights of so many terms of a decaying mean."""
+    return 1 - decay**steps
 
 
 # A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has only
@@ -162,7 +169,8 @@ def check_decay(name: str, learning_rate: Any, weight_decay: Any) -> None:
 # --- A rule -----------------------------------------------------------------------------
 
 #: ``kernel(gradient, *read, *state) -> (update, *new_state)``, the same for an array and
-#: for some rows of it: everything in it must be elementwise or within a row.
+#: for some rows of it: everything in it must be elementwise or within a row. A rule's reads
+#: the parameter, or None if the rule does not need it and there is none.
 Kernel = Callable[..., tuple[jax.Array, ...]]
 
 
@@ -181,9 +189,9 @@ class Rule:
     update_slices: Callable[[Step], Kernel] | None = None
     #: Whether, for a parameter, ``update_slices`` wants no row named twice.
     sums_first: Callable[[Any], bool] | None = None
-    reads_params: bool = False  #: whether the kernel gets the parameter as well.
+    reads_params: bool = False  #: whether the kernel needs the parameter.
     linear: bool = False  #: whether the update of a sum is the sum of the updates.
-    missed: MissedSteps | None = None  #: what missed steps do to rows that catch up.
+    missed: "MissedSteps | None" = None  #: what missed steps do to rows that catch up.
 
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:

@@ -22,7 +22,7 @@ from jslices._place.boundary import platform_of, row_major_array
 from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
 from jslices._slices import IndexedSlices, each_shard, slices_of
-from jslices._typing import Leaf, PyTree, State
+from jslices._typing import Arrays, Leaf, PyTree, State
 from jslices.optim.engine.rule import Kernel
 
 Way = Literal["together", "in chunks", "all rows"]
@@ -222,13 +222,6 @@ def step_rows(
         )
     every, shape = (*read, *state), grad.dense_shape
     sizes = None if shape is None else shape[: grad.row_axes]
-
-    def run(
-        plan: Plan, on_cpu: bool | None, indices: Any, values: Any, *arrays: Any
-    ) -> tuple[jax.Array, ...]:
-        how = sizes, arrays, len(read), adds, distinct, on_cpu
-        return execute(plan, kernel, indices, values, *how)
-
     distinct = unique or grad.facts.distinct
     by_rows = every if state or not linear else ()
     at_hand = platform_of(grad.values, *every)
@@ -236,60 +229,60 @@ def step_rows(
         choose_plan(grad, by_rows, x, linear=linear, unique=unique, at_hand=at_hand)
         for x in ("cpu", "gpu")
     )
-    operands = grad.indices, grad.values, *every
+    run = functools.partial(execute, kernel, sizes, adds=adds, distinct=distinct)
+    operands = grad.indices, grad.values, tuple(read), tuple(state)
     if cpu == other:
-        result = run(cpu, None, *operands)
+        result = run(cpu, *operands)
     else:
-        here = functools.partial(run, cpu, True)
-        elsewhere = functools.partial(run, other, False)
+        here = functools.partial(run, cpu, on_cpu=True)
+        elsewhere = functools.partial(run, other, on_cpu=False)
         result = lax.platform_dependent(*operands, cpu=here, default=elsewhere)
     indices, first, *new = result
-    new = [row_major_array(x) for x in new]
     if adds:
-        return row_major_array(first), *new
+        return tuple(map(row_major_array, (first, *new)))
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     distinct |= cpu.sums or cpu.way == "all rows"
     facts = grad.facts.lasting._replace(distinct=distinct)
-    return slices_of(first, indices, shape, facts), *new
+    return slices_of(first, indices, shape, facts), *map(row_major_array, new)
 
 
 def execute(
-    plan: Plan,
     kernel: Kernel,
+    sizes: tuple[int, ...] | None,
+    plan: Plan,
     indices: jax.Array,
     values: jax.Array,
-    sizes: tuple[int, ...] | None,
-    arrays: Sequence[jax.Array],
-    num_read: int = 0,
+    read: Sequence[jax.Array],
+    state: Sequence[jax.Array],
+    *,
     adds: bool = False,
     distinct: bool = False,
     on_cpu: bool | None = None,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Runs ``kernel`` on the rows that ``indices`` name, as ``plan`` says.
 
     Args:
-      plan: any plan for these sizes; all give the same rows.
-      kernel: see :data:`Kernel`; ``kernel(values, *arrays) -> (update, *new)``.
-      indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
-      values: ``[K, *D]``, the gradient.
+      kernel: see :data:`Kernel`; ``kernel(values, *read, *state) -> (update, *new)``.
       sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
         are no arrays then.
-      arrays: ``[V, ...]``, of which the first ``num_read`` are only read.
-      num_read: see ``arrays``.
-      adds: as in :func:`step_rows`.
+      plan: any plan for these sizes; all give the same rows.
+      indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
+      values: ``[K, *D]``, the gradient.
+      read: as in :func:`step_rows`, as are ``state`` and ``adds``.
+      state: see ``read``.
+      adds: see ``read``.
       distinct: whether no row is named twice.
       on_cpu: whether a CPU will run it, if that is known.
 
     Returns:
       ``(indices, update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
-      empty entries, or the array that it was added to; and the new arrays, without those
-      only read.
+      empty entries, or the array that it was added to; and the new state.
     """
-    every = (indices, values, *arrays)
-    indices, values, *arrays = _jax.as_varying_as(every, *every)
+    arrays, tree = _jax.flatten((indices, values, read, state))
+    indices, values, read, state = tree.unflatten(_jax.as_varying_as(arrays, *arrays))
     if plan.way == "all rows":
         assert sizes is not None
-        return _all_rows(plan, kernel, indices, values, sizes, arrays, num_read, adds)
+        return _all_rows(plan, kernel, sizes, indices, values, read, state, adds)
     num_rows = None if sizes is None else math.prod(sizes)
     if plan.sums:
         order: Order = "packed" if plan.way == "in chunks" else "any"
@@ -303,35 +296,36 @@ def execute(
         empty = access.empty_index(num_rows, indices.dtype)
         present = jnp.max(jnp.where(indices < empty, here, 0), initial=0)
     if plan.way == "together":
-        how = sizes, arrays, num_read, adds, plan.sums or distinct
-        return indices, *_together(kernel, indices, values, *how)
+        distinct |= plan.sums
+        new = _together(kernel, sizes, indices, values, read, state, adds, distinct)
+        return indices, *new
     assert plan.chunk is not None and sizes is not None
-    chunks = (values, *arrays), sizes, num_read, adds, plan.chunk
-    return indices, *_in_chunks(kernel, indices, present, *chunks)
+    chunks = present, plan.chunk
+    return indices, *_in_chunks(kernel, sizes, indices, values, read, state, adds, *chunks)
 
 
 def _together(
     kernel: Kernel,
+    sizes: tuple[int, ...] | None,
     indices: jax.Array,
     values: jax.Array,
-    sizes: tuple[int, ...] | None,
-    arrays: Sequence[jax.Array],
-    num_read: int,
+    read: Sequence[jax.Array],
+    state: Sequence[jax.Array],
     adds: bool,
     distinct: bool = True,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Gather, step, scatter."""
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
     empty = access.empty_index(num_rows, indices.dtype)
-    read = read_rows(arrays, indices, row_axes)
-    update, *new_rows = kernel(derivable(indices < empty, values), *read)
+    rows = (read_rows(x, indices, row_axes) for x in (*read, *state))
+    update, *new_rows = kernel(derivable(indices < empty, values), *rows)
     new = (
         access.set_rows(x, indices, rows.astype(x.dtype))
-        for x, rows in zip(arrays[num_read:], new_rows, strict=True)
+        for x, rows in zip(state, new_rows, strict=True)
     )
     if adds:
-        return add_rows(arrays[0], indices, update, distinct), *new
+        return add_rows(read[0], indices, update, distinct), *new
     # XLA gathers the gradient as [K, 1, D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
     tall = update.reshape(indices.shape[0], 1, math.prod(update.shape[1:]))
@@ -368,21 +362,13 @@ def derivable(named: jax.Array, rows: jax.Array) -> jax.Array:
     return result
 
 
-def read_rows(
-    arrays: Sequence[jax.Array], indices: jax.Array, row_axes: int = 1
-) -> list[jax.Array]:
-    """The rows ``[U, ...]`` of arrays ``[V, ...]``, for a kernel: see :func:`derivable`.
+# Traced once for all arrays of one shape, and anew for another default device.
+@functools.partial(jax.jit, static_argnums=2)
+def read_rows(x: jax.Array, indices: jax.Array, row_axes: int) -> jax.Array:
+    """Rows ``[U, ...]`` of an array ``[V, ...]``, for a kernel: see :func:`derivable`.
 
     Empty entries read the last row.
     """
-    platform = platform_of(*arrays)
-    return [_read_rows(x, indices, row_axes, platform) for x in arrays]
-
-
-# Traced once for all arrays of one shape and a platform: see :func:`take_rows`.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _read_rows(x: jax.Array, indices: jax.Array, row_axes: int, platform: str) -> jax.Array:
-    del platform
     num_rows = access.rows_numbered(x.shape, row_axes)
     near = jnp.minimum(indices, 0 if num_rows == 0 else num_rows - 1)
     rows = access.take_rows(x, near, mode="promise_in_bounds", row_axes=row_axes)
@@ -391,14 +377,15 @@ def _read_rows(x: jax.Array, indices: jax.Array, row_axes: int, platform: str) -
 
 def _in_chunks(
     kernel: Kernel,
-    indices: jax.Array,
-    present: jax.Array,
-    rows: Sequence[jax.Array],
     sizes: tuple[int, ...],
-    num_read: int,
+    indices: jax.Array,
+    values: jax.Array,
+    read: Sequence[jax.Array],
+    state: Sequence[jax.Array],
     adds: bool,
+    present: jax.Array,
     chunk: int,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """The same for a chunk of rows at a time, as many chunks as hold rows.
 
     How often the loop runs depends on values, so it has no reverse derivative of its own;
@@ -406,17 +393,18 @@ def _in_chunks(
     function closes over (a learning rate that is itself learned, say), and a converted
     function has fixed shapes, hence two: of all entries, and of a chunk of them.
     """
-    like = lambda count: _like(rows, len(sizes), count)  # noqa: E731
+    arrays = values, *read, *state
+    like = lambda count: _like(arrays, len(sizes), count)  # noqa: E731
     whole, whole_consts = jax.closure_convert(kernel, *like(len(indices)))
     part, part_consts = jax.closure_convert(kernel, *like(chunk))
     height = math.prod(sizes)
 
-    def together(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
+    def together(consts: PyTree, values: jax.Array, read: Arrays, state: Arrays) -> Any:
         kernel = lambda *x: whole(*x, *consts[0])  # noqa: E731
-        return _together(kernel, indices, values, sizes, arrays, num_read, adds)
+        return _together(kernel, sizes, indices, values, read, state, adds)
 
     @jax.custom_jvp
-    def step(consts: PyTree, values: jax.Array, *arrays: jax.Array) -> Any:
+    def step(consts: PyTree, values: jax.Array, read: Arrays, state: Arrays) -> Any:
         kernel = lambda *x: part(*x, *consts[1])  # noqa: E731
         last = len(indices) - chunk
 
@@ -427,25 +415,24 @@ def _in_chunks(
             fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
             ids = jnp.where(fresh, cut(indices), height)
-            read = [first, *arrays[1:num_read]] if adds else arrays[:num_read]
-            rows = (*read, *state)
-            new, *state = _together(kernel, ids, cut(values), sizes, rows, num_read, adds)
+            now = (first, *read[1:]) if adds else read
+            new, *state = _together(kernel, sizes, ids, cut(values), now, state, adds)
             if not adds:
                 new = access.where_rows(fresh, new, cut(first))
                 new = lax.dynamic_update_slice_in_dim(first, new, start, 0)
             return [done + chunk, new, *state]
 
         if adds:
-            first = arrays[0]
+            first = read[0]
         else:  # in the kernel's own dtype, which need not be that of the gradient
             shape = jax.eval_shape(kernel, *like(chunk))[0]
             first = jnp.zeros((len(indices), *shape.shape[1:]), shape.dtype)
             (first,) = _jax.as_varying_as(arrays, first)
-        start = [jnp.zeros((), jnp.int32), first, *arrays[num_read:]]
+        start = [jnp.zeros((), jnp.int32), first, *state]
         return tuple(lax.while_loop(lambda x: x[0] < present, body, start)[1:])
 
     step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
-    new: tuple[jax.Array, ...] = step((whole_consts, part_consts), *rows)
+    new: Arrays = step((whole_consts, part_consts), values, tuple(read), tuple(state))
     return new
 
 
@@ -461,13 +448,13 @@ def _like(rows: Sequence[jax.Array], row_axes: int, count: int) -> list[jax.Arra
 def _all_rows(
     plan: Plan,
     kernel: Kernel,
+    sizes: tuple[int, ...],
     indices: jax.Array,
     values: jax.Array,
-    sizes: tuple[int, ...],
-    arrays: Sequence[jax.Array],
-    num_read: int,
+    read: Sequence[jax.Array],
+    state: Sequence[jax.Array],
     adds: bool,
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """One pass over the table; what it did to rows not named is dropped."""
     num_rows = math.prod(sizes)
     indices = access.canonical_indices(indices, num_rows)
@@ -476,11 +463,11 @@ def _all_rows(
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
     at = jnp.zeros(sizes, bool).at[access.places(indices, sizes, len(sizes))]
     named = at.set(True, mode="drop", wrap_negative_indices=False)
-    update, *new = _keeping_unnamed(kernel, named, sums, arrays, num_read)
+    update, *new = _keeping_unnamed(kernel, named, sums, read, state)
     every = jnp.arange(num_rows, dtype=indices.dtype)
     every = jnp.where(named.reshape(-1), every, num_rows)
     if adds:
-        return every, (arrays[0] + update).astype(arrays[0].dtype), *new
+        return every, (read[0] + update).astype(read[0].dtype), *new
     return every, update.reshape(num_rows, *update.shape[len(sizes) :]), *new
 
 
@@ -488,26 +475,25 @@ def _keeping_unnamed(
     kernel: Kernel,
     named: jax.Array,
     sums: jax.Array,
-    arrays: Sequence[jax.Array],
-    num_read: int,
+    read: Sequence[jax.Array],
+    state: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """``kernel(sums, *arrays)``, whose new arrays keep the rows that are not named.
+    """``kernel(sums, *read, *state)``, whose new state keeps the rows that are not named.
 
     Each keeps them as soon as it is computed, and the rest of the kernel reads the result;
     in the rows named that is the same. Were they selected after the kernel, its rest would
     read arrays that are being overwritten, which XLA:CPU copies for that (jax 0.10.2 and
     0.12): a step of Adam on 100,000 rows of 64 takes 2 to 3 times as long.
     """
-    operands = [derivable(named, x) for x in (sums, *arrays)]
+    operands = [derivable(named, x) for x in (sums, *read, *state)]
     program = jax.make_jaxpr(kernel)(*operands)
     _, *new = program.jaxpr.outvars
-    olds = arrays[num_read:]
     computed = {var for eqn in program.jaxpr.eqns for var in eqn.outvars}
     early = [
         not isinstance(var, _jax.Literal) and var in computed and new.count(var) == 1
         for var in new
     ]
-    old_of = dict(itertools.compress(zip(new, olds, strict=True), early))
+    old_of = dict(itertools.compress(zip(new, state, strict=True), early))
     selected: dict[Any, jax.Array] = {}
 
     def select(var: Any, x: jax.Array) -> jax.Array:
@@ -519,9 +505,9 @@ def _keeping_unnamed(
     changed, *outputs = _jax.evaluate(program, operands, select)
     results = [
         selected[var] if is_early else access.where_rows(named, x, old.astype(x.dtype))
-        for is_early, var, x, old in zip(early, new, outputs, olds, strict=True)
+        for is_early, var, x, old in zip(early, new, outputs, state, strict=True)
     ]
     return [
         access.where_rows(named, changed, jnp.zeros((), changed.dtype)),
-        *(x.astype(old.dtype) for x, old in zip(results, olds, strict=True)),
+        *(x.astype(old.dtype) for x, old in zip(results, state, strict=True)),
     ]

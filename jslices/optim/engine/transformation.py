@@ -16,8 +16,7 @@ from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shard
 from jslices._place.hints import (
     HINT_BYTES,
     hint_large_step,
-    hint_short_rows,
-    hint_tiles,
+    hint_rows,
     warn_of_columns,
 )
 from jslices._rows.access import is_below
@@ -61,9 +60,7 @@ def transformation(
     )
     if rule.missed is None:
         return tx
-    return tx.replace(
-        catch_up=run.catch_up, flush=run.flush, peek=run.peek, check=run.check
-    )
+    return tx.replace(catch_up=run.catch_up, peek=run.peek, check=run.check)
 
 
 @functools.cache
@@ -203,14 +200,19 @@ class _RuleOnTrees:
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
         """
-        step, missed_by = Step(state.count), self._missed_by(state)
+        step = Step(state.count)
+        missed_of = functools.cache(functools.partial(self._missed, state))
 
         @functools.cache
         def kernel_of(rule: Rule, by_row: bool, is_peeked: bool) -> Kernel:
-            kernel = _kernel(step, rule, by_row)
+            if by_row and rule.update_slices is not None:
+                kernel = rule.update_slices(step)
+            else:
+                kernel = ((by_row and rule.update_rows) or rule.update)(step)
+                kernel = jax.jit(kernel, inline=True) if is_staged() else kernel
             if rule.missed is None:
                 return kernel
-            missed = missed_by(rule) if is_peeked else None
+            missed = missed_of(rule) if is_peeked else None
             return exact.with_clock(kernel, rule.missed, state.count, state.clock, missed)
 
         return kernel_of
@@ -232,9 +234,6 @@ class _RuleOnTrees:
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         return self._advance(params, state, self._behind(params, state, ids))
 
-    def flush(self, params: Params, state: State) -> tuple[Params, State]:
-        return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
-
     @within_boxes(0)
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
         return self._peek(params, state, self._behind(params, state, rows))
@@ -252,16 +251,11 @@ class _RuleOnTrees:
             check_shapes(path, jnp.shape(p), kept[: len(self.names)], shapes)
         return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
-    def _missed_by(self, state: State) -> Callable[[Rule], Partial]:
-        """From a rule to what its rows do that are behind."""
-
-        @functools.cache
-        def missed_by(rule: Rule) -> Partial:
-            assert rule.missed is not None
-            kernel = self.arithmetic(rule.missed, platform_of())
-            return exact.missed_steps(rule.missed, kernel, state.count, state.clock)
-
-        return missed_by
+    def _missed(self, state: State, rule: Rule) -> Partial:
+        """What rows do that are behind."""
+        assert rule.missed is not None
+        kernel = self.arithmetic(rule.missed)
+        return exact.missed_steps(rule.missed, kernel, state.count, state.clock)
 
     @on_any_mesh(lambda self, params, state, behind: shardings_of((params, state)))
     @usual_promotion
@@ -291,10 +285,11 @@ class _RuleOnTrees:
 
     def _late(
         self, params: Params, state: State, behind: Sequence[exact.Behind]
-    ) -> Iterator[tuple[Kernel, exact.Behind, list[Any], list[jax.Array]]]:
+    ) -> Iterator[tuple[Kernel, exact.Behind, tuple[Any, ...], list[jax.Array]]]:
         """For each parameter its missed steps, its rows, what these read and keep."""
         leaves, tree = flatten(params)
-        kernels = map(self._missed_by(state), self._rules(params, tree))
+        missed_of = functools.cache(functools.partial(self._missed, state))
+        kernels = map(missed_of, self._rules(params, tree))
         arrays = self._read(state, tree, leaves), self._kept(state, tree)
         return zip(kernels, behind, *arrays, strict=True)
 
@@ -348,13 +343,13 @@ class _RuleOnTrees:
 
     def _read(
         self, state: State, tree: PyTreeDef, params: Sequence[Any]
-    ) -> list[list[Any]]:
+    ) -> list[tuple[Any, ...]]:
         """For each leaf its parameter, and if there is noise what this knows rows by."""
         if self.rule.missed is None or self.rule.missed.noise is None:
-            return [[p] for p in params]
+            return list(zip(params, strict=True))
         last = arrays_of(state.clock, "last", tree)
         names = map(exact.row_names, protocol.paths_of(tree), last, params)
-        return [list(pair) for pair in zip(params, names, strict=True)]
+        return list(zip(params, names, strict=True))
 
     def _kept(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
         """For each leaf its state arrays; then ``last`` and the snapshot of a clock.
@@ -363,10 +358,10 @@ class _RuleOnTrees:
         whatever the state has there.
         """
         columns = [arrays_of(state, name, tree) for name in self.names]
-        if self.rule.missed is None:
-            return [[column[i] for column in columns] for i in range(tree.num_leaves)]
-        columns.append(arrays_of(state.clock, "last", tree))
-        snapshots = tree.flatten_up_to(state.clock.snapshot)
+        snapshots: list[Any] = [()] * tree.num_leaves
+        if self.rule.missed is not None:
+            columns.append(arrays_of(state.clock, "last", tree))
+            snapshots = tree.flatten_up_to(state.clock.snapshot)
         return [
             [*mine, *(snapshot if isinstance(snapshot, tuple) else ())]
             for *mine, snapshot in zip(*columns, snapshots, strict=True)
@@ -394,17 +389,6 @@ class _RuleOnTrees:
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
     p = jax.ShapeDtypeStruct(shape, jnp.float32)
     return {k: jax.eval_shape(start, p).shape for k, start in rule.state.items()}
-
-
-def _kernel(step: Step, rule: Rule, by_row: bool) -> Kernel:
-    """``kernel(g, p, *state)`` of one step of a rule, for whole arrays or for rows."""
-    if by_row and rule.update_slices is not None:
-        kernel = rule.update_slices(step)
-    else:
-        kernel = ((by_row and rule.update_rows) or rule.update)(step)
-        kernel = jax.jit(kernel, inline=True) if is_staged() else kernel
-
-    return kernel if rule.reads_params else lambda g, p, *state: kernel(g, *state)
 
 
 def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array | None]:
@@ -481,7 +465,7 @@ def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | 
 def check_state(state: State, state_type: type[State], names: Sequence[str]) -> None:
     """Refuses the state of another optimizer, or of one with other settings."""
     if not isinstance(state, state_type):
-        raise TypeError(_other_state("this optimizer", state, _shown(state_type)))
+        raise TypeError(other_state("this optimizer", state, _shown(state_type)))
     if not jax.tree.leaves(state._replace(count=None)):  # of no parameters
         return
     present = [name for name in state._fields[1:] if getattr(state, name) is not None]
@@ -495,19 +479,7 @@ def check_state(state: State, state_type: type[State], names: Sequence[str]) -> 
 def check_fields(caller: str, state: State, state_type: type[State]) -> None:
     """Refuses a state without these fields, which that of Optax has as well."""
     if not all(hasattr(state, name) for name in state_type._fields):
-        raise TypeError(_other_state(caller, state, _shown(state_type)))
-
-
-def check_links(state: State, count: int) -> None:
-    """Refuses anything but the tuple of ``count`` states that a chain has."""
-    if not isinstance(state, tuple) or hasattr(state, "_fields") or len(state) != count:
-        raise TypeError(_other_state("this chain", state, f"a tuple of {count} states"))
-
-
-def check_structure(caller: str, state: State, structure: PyTreeDef) -> None:
-    """Refuses a state of another structure."""
-    if jax.tree.structure(state) != structure:
-        raise TypeError(_other_state(caller, state, f"the structure {structure}"))
+        raise TypeError(other_state(caller, state, _shown(state_type)))
 
 
 def checked_gradient(
@@ -561,25 +533,18 @@ def checked_gradient(
         )
     protocol.check_width(f"the gradient{path}", dtype)
     check_shapes(path, shape, state, state_shapes(shape))
-    axes = grad.row_axes if isinstance(grad, IndexedSlices) else 1
-    if isinstance(grad, IndexedSlices):
-        hint_short_rows(path, shape, axes, grad.values, param)
-    if axes > 1:
-        _check_row_axes(path, axes, shape, state)
-        hint_tiles(path, shape, axes, grad.values)
-    return grad
-
-
-def _check_row_axes(
-    path: str, row_axes: int, shape: tuple[int, ...], state: Sequence[jax.Array]
-) -> None:
-    """Refuses rows of several axes, finer than those that the state has a number for."""
-    if row_axes == len(shape) and any(x.shape == shape[:-1] for x in state):
+    if not isinstance(grad, IndexedSlices):
+        return grad
+    axes = grad.row_axes
+    if 1 < axes == len(shape) and any(x.shape == shape[:-1] for x in state):
         raise ValueError(
-            f"the gradient{path} has rows numbered by {row_axes} axes of {shape}, and this "
+            f"the gradient{path} has rows numbered by {axes} axes of {shape}, and this "
             f"optimizer keeps a number for each vector along the last axis; give it rows "
             f"of at least that: row_axes={len(shape) - 1}"
         )
+    if platform_of(grad.values, param) == "tpu":
+        hint_rows(path, shape, axes, grad.values, param)
+    return grad
 
 
 def check_shapes(
@@ -606,7 +571,8 @@ def arrays_of(state: State, name: str, tree: PyTreeDef) -> list[jax.Array]:
         ) from error
 
 
-def _other_state(caller: str, state: State, expected: str) -> str:
+def other_state(caller: str, state: State, expected: str) -> str:
+    """The error for a state that the caller did not make."""
     help = (
         "; jslices.checkpoint.import_state makes it from another optimizer's arrays"
         if isinstance(state, tuple)

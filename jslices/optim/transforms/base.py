@@ -16,8 +16,8 @@ def catching_up(
     tx: GradientTransformation,
     part: Callable[[State], State],
     whole: Callable[[State, State], State],
-) -> dict[str, Callable[..., PyTree]]:
-    """``catch_up``, ``flush`` and ``peek`` of a transformation that holds ``tx``.
+) -> dict[str, Any]:
+    """``catch_up`` and ``peek`` of a transformation that holds ``tx``.
 
     Args:
       tx: sees all parameters.
@@ -31,14 +31,10 @@ def catching_up(
         params, new = tx.catch_up(params, part(state), ids)
         return params, whole(state, new)
 
-    def flush(params: Params, state: State) -> tuple[Params, State]:
-        params, new = tx.flush(params, part(state))
-        return params, whole(state, new)
-
     def peek(params: Params, state: State, rows: PyTree) -> PyTree:
         return tx.peek(params, part(state), rows)
 
-    return {"catch_up": catch_up, "flush": flush, **({"peek": peek} if tx.peeks else {})}
+    return {"catch_up": catch_up, "peek": peek if tx.peeks else None}
 
 
 def renumbering(make: Callable[..., Any], *transforms: GradientTransformation) -> Any:
@@ -113,9 +109,7 @@ def map_with_prefix(
     columns += map(structure.flatten_up_to, rest)
     return structure.unflatten(
         [
-            x
-            if value is None or x is None or _is_masked(x)
-            else f(as_leaf(x), value, *more)
+            x if value is None or x is None or is_masked(x) else f(as_leaf(x), value, *more)
             for x, value, *more in zip(leaves, *columns, strict=True)
         ]
     )
@@ -132,8 +126,8 @@ def values_of_prefix(argument: str, prefix: PyTree, tree: PyTree) -> list[Any]:
 
 def is_leaf_or_masked(x: Leaf) -> bool:
     """True for a leaf of a tree of gradients, and for the empty nodes of ``partition``."""
-    return is_leaf(x) or _is_masked(x)
+    return is_leaf(x) or is_masked(x)
 
 
-def _is_masked(x: Leaf) -> bool:
+def is_masked(x: Leaf) -> bool:
     return isinstance(x, tuple) and not x

@@ -9,7 +9,7 @@ from jslices._grad.untouched import read_update
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, widening
-from jslices.optim.engine.transformation import check_links
+from jslices.optim.engine.transformation import other_state
 from jslices.optim.transforms import base
 
 MOVES_OTHER_ROWS = (
@@ -66,7 +66,9 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         return tuple(tx.init(params) for tx in links)
 
     def part(state: State) -> State:
-        check_links(state, len(links))
+        count = len(links)
+        if not isinstance(state, tuple) or hasattr(state, "_fields") or len(state) != count:
+            raise TypeError(other_state("this chain", state, f"a tuple of {count} states"))
         return state[-1]
 
     def in_turn(
@@ -89,15 +91,15 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         **extra_args: PyTree,
     ) -> tuple[PyTree, State]:
         """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
-        check_links(state, len(links))
+        mine = part(state)
         if last.catches_up and (tree := jax.tree.structure(grads)) not in harmless:
             if not all(read_update(tx, grads, params, extra_args)[1] for tx in before):
                 raise ValueError(MOVES_OTHER_ROWS)
             harmless.add(tree)
         first = widening(in_turn, key[0] if key else None)
         grads, new = first(grads, state[:-1], params, **extra_args)
-        result, part = getattr(last, name)(grads, state[-1], params, *key, **extra_args)
-        return result, (*new, part)
+        result, mine = getattr(last, name)(grads, mine, params, *key, **extra_args)
+        return result, (*new, mine)
 
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """That of the last link which steps a gradient by a plan."""

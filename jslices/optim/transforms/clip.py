@@ -480,20 +480,17 @@ def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.A
     """``limit`` as an array; refuses anything but numbers, and negative ones if known."""
     if single or np.ndim(limit) == 0 or not is_real(limit.dtype):
         LIMIT.check(name, what, limit)
-    array = _array(limit)
+    array: Any = limit
+    if not isinstance(
+        limit, jax.Array
+    ):  # of NumPy: JAX would compile a program to make one
+        array = np.asarray(limit)
+        array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     if jnp.issubdtype(array.dtype, jnp.integer):
         array = array.astype(jnp.float32)
     if not isinstance(array, jax.core.Tracer) and not np.all(np.asarray(array) >= 0):
         raise refused(InvalidArgumentError, name, what, limit, f"{LIMIT} everywhere")
     return widened(array)
-
-
-def _array(limit: ArrayLike) -> Any:
-    """``limit`` or an array of NumPy, as JAX would compile a program to make its own."""
-    if isinstance(limit, jax.Array):
-        return limit
-    array = np.asarray(limit)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def _fitting(

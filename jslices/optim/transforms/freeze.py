@@ -147,24 +147,23 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         leaves, structure = flatten(params, is_leaf=base.is_leaf_or_masked)
         columns = structure.flatten_up_to(ids), bits_of(params)
         rows = [
-            x if bits is None or x is None or x is True else _left_out(x, bits, p.shape)
+            x
+            if bits is None or x is None or x is True or base.is_masked(p)
+            else _left_out(x, bits, p.shape)
             for p, x, bits in zip(leaves, *columns, strict=True)
         ]
         mark = marked if any(x is True for x in columns[0]) else lambda state: state
         params, state = tx.catch_up(params, mark(state), structure.unflatten(rows))
         return params, mark(state)
 
-    def flush(params: Params, state: State) -> tuple[Params, State]:
-        params, state = tx.flush(params, marked(state))
-        return params, marked(state)
-
     def of_rows(rows: StateOfRows) -> Any:
         return freeze_rows(tx.of_rows(rows), jax.tree.map(rows.renumbered, frozen))
 
-    late: dict[str, Any] = {"catch_up": catch_up, "flush": flush} if tx.catches_up else {}
-    late |= {"peek": peek} if tx.peeks else {}
-    own = {"init": init, "update": update, "apply": apply, "check": None, **late}
-    return tx.replace(of_rows=of_rows, **own)
+    own: dict[str, Any] = {"init": init, "update": update, "apply": apply}
+    own |= {"check": None, "flush": None, "of_rows": of_rows}
+    own |= {"catch_up": catch_up} if tx.catches_up else {}
+    own |= {"peek": peek} if tx.peeks else {}
+    return tx.replace(**own)
 
 
 def _frozen_state(state: State, frozen: PyTree) -> State:

@@ -1,6 +1,7 @@
 """Any Optax transformation, run on the touched rows only."""
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jslices.optim.engine import protocol
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.step import Plan, read_rows
-from jslices.optim.engine.transformation import check_structure, checked_gradient
+from jslices.optim.engine.transformation import checked_gradient, other_state
 
 MIXES = (
     "from_optax: this transformation does not treat each row by itself, as far as can be "
@@ -110,8 +111,9 @@ class _Lifted:
                 "from_optax needs the parameters, to know which part of the state mirrors "
                 "them: tx.update(grads, state, params)"
             )
-        structure = jax.tree.structure(jax.eval_shape(self.tx.init, params))
-        check_structure("from_optax", state, structure)
+        structure: Any = jax.tree.structure(jax.eval_shape(self.tx.init, params))
+        if jax.tree.structure(state) != structure:
+            raise TypeError(other_state("from_optax", state, f"the structure {structure}"))
         leaves, tree = flatten(grads, is_leaf=is_leaf)
         arrays = tree.flatten_up_to(params)
         checked = map(checked_gradient, protocol.paths_of(tree), leaves, arrays)
@@ -178,7 +180,7 @@ class _Rows:
         )
 
     def read(self, subtree: PyTree) -> PyTree:
-        return self._map(lambda g, x: read_rows([x], g.indices, g.row_axes)[0], subtree)
+        return self._map(lambda g, x: read_rows(x, g.indices, g.row_axes), subtree)
 
     def write(self, subtree: PyTree, rows: PyTree) -> PyTree:
         def written(g: IndexedSlices, x: PyTree, new: PyTree) -> PyTree:

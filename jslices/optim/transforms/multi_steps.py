@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jslices._jax import flatten
-from jslices._place.boundary import filled_like, row_major_tables, split_by
+from jslices._place.boundary import filled_like, is_tall, row_major_array, split_by
 from jslices._rows import access
 from jslices._rows.sums import widened
 from jslices._slices import check_slices, is_slices, slices_of
@@ -198,7 +198,8 @@ def _cond(
 ) -> Any:
     """``lax.cond``; without a trace one branch is run as it is, and raises what it does."""
     if isinstance(due, jax.core.Tracer):
-        return row_major_tables(lax.cond(due, step, wait, *args))
+        tables = lambda x: row_major_array(x) if is_tall(x) else x  # noqa: E731
+        return jax.tree.map(tables, lax.cond(due, step, wait, *args))
     return step(*args) if due else wait(*args)
 
 

@@ -95,15 +95,12 @@ def all_finite(tree: PyTree) -> jax.Array:
 # --- The leaves of a tree of gradients ------------------------------------------------
 
 
-def as_leaf(x: Leaf, name: str = "a tree of gradients") -> Any:
-    """The leaf in JAX arrays, also where ``jax.vmap`` returned NumPy arrays.
-
-    ``name`` says in errors what it is.
-    """
+def as_leaf(x: Leaf) -> Any:
+    """The leaf in JAX arrays, also where ``jax.vmap`` returned NumPy arrays."""
     if x is None:
         return x
     if not is_slices(x):
-        check_array(name, x, "arrays, IndexedSlices or None")
+        check_array("a tree of gradients", x, "arrays, IndexedSlices or None")
         return as_array(x)
     values, indices = jnp.asarray(x.values), jnp.asarray(x.indices)
     return slices_of(values, indices, x.dense_shape, x.facts)
@@ -111,10 +108,9 @@ def as_leaf(x: Leaf, name: str = "a tree of gradients") -> Any:
 
 def one_leaf(x: Leaf, call: str) -> Any:
     """The argument ``t``, one array or one IndexedSlices, in JAX arrays."""
-    name = f"{call}(t=...)"
     if not is_slices(x):
-        check_array(name, x, "an array or IndexedSlices")
-    return as_leaf(x, name)
+        check_array(f"{call}(t=...)", x, "an array or IndexedSlices")
+    return as_leaf(x)
 
 
 def values_of(x: Leaf) -> jax.Array:

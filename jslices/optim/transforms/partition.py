@@ -179,11 +179,10 @@ class _ByLabel:
         return GradientTransformation(
             self.init,
             functools.partial(self._step, "update"),
-            functools.partial(self._caught_up, "catch_up") if late else None,
-            functools.partial(self._caught_up, "flush") if late else None,
-            functools.partial(self._step, "apply"),
-            self.plan,
-            self.peek if late and all(tx.peeks for tx in late) else None,
+            self.catch_up if late else None,
+            apply=functools.partial(self._step, "apply"),
+            plan=self.plan,
+            peek=self.peek if late and all(tx.peeks for tx in late) else None,
             of_rows=renumbering(self._of_rows, *self.transforms.values()),
         )
 
@@ -236,11 +235,9 @@ class _ByLabel:
 
         return self._each(call, state, params, grads)
 
-    def _caught_up(self, name: str, params: Params, state: State, *ids: PyTree) -> _Result:
-        """``catch_up`` or ``flush`` of each."""
-
+    def catch_up(self, params: Params, state: State, ids: PyTree) -> _Result:
         def call(tx: GradientTransformation, share: _Share, state: State) -> _Result:
-            return getattr(tx, name)(share(params), state, *map(share, ids))
+            return tx.catch_up(share(params), state, share(ids))
 
         return self._each(call, state, params)
 
