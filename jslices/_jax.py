@@ -573,7 +573,8 @@ def broadcast_prefix(
         values.extend([value] * len(flatten(part, is_leaf=is_leaf)[0]))
 
     try:
-        jax.tree.map(spread, prefix, tree, is_leaf=lambda x: x is None)
+        ends = lambda x: x is None or (is_leaf is not None and is_leaf(x))  # noqa: E731
+        jax.tree.map(spread, prefix, tree, is_leaf=ends)
     except ValueError as error:
         raise ValueError(f"{wanted}; {error}") from None
     return values

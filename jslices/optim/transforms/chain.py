@@ -8,7 +8,12 @@ import jax
 from jslices._grad.untouched import read_update
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import GradientTransformation, widening
+from jslices.optim.engine.protocol import (
+    GradientTransformation,
+    has_no_rows,
+    is_leaf,
+    widening,
+)
 from jslices.optim.engine.transformation import other_state
 from jslices.optim.transforms import base
 
@@ -76,7 +81,10 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     ) -> tuple[Gradients, State]:
         new = []
         for tx, state in zip(before, states, strict=True):
-            grads, state = tx.update(grads, state, params, **extra_args)
+            updates, state = tx.update(grads, state, params, **extra_args)
+            # An array without gradient stays one, though Optax's own are given zeros.
+            kept = lambda g, u: g if has_no_rows(g) else u  # noqa: E731
+            grads = jax.tree.map(kept, grads, updates, is_leaf=is_leaf)
             new.append(state)
         return grads, tuple(new)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices._arguments import check_array
-from jslices._jax import broadcast_prefix, flatten
+from jslices._jax import flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
@@ -124,9 +124,8 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         grads = each(_without_frozen, grads)
         if extra_args.get("peeked") is not None:  # an array would free rows that it holds
             leaves, tree = flatten(grads, is_leaf=base.is_leaf_or_masked)
-            text = "peeked must be bools in the structure of params"
-            peeked = extra_args["peeked"], grads, text, base.is_leaf_or_masked
-            rows = list(zip(leaves, broadcast_prefix(*peeked), bits_of(grads), strict=True))
+            peeked = base.values_of_prefix("peeked", extra_args["peeked"], grads)
+            rows = list(zip(leaves, peeked, bits_of(grads), strict=True))
             whole = [y and x is not None and not is_leaf(g) for g, y, x in rows]
             if any(whole):
                 ids = tree.unflatten(True if x else None for x in whole)
@@ -147,8 +146,10 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         leaves, structure = flatten(params, is_leaf=base.is_leaf_or_masked)
         columns = structure.flatten_up_to(ids), bits_of(params)
         rows = [
-            x
-            if bits is None or x is None or x is True or base.is_masked(p)
+            p
+            if base.is_masked(p)
+            else x
+            if bits is None or x is None or x is True
             else _left_out(x, bits, p.shape)
             for p, x, bits in zip(leaves, *columns, strict=True)
         ]

@@ -113,6 +113,8 @@ def multi_steps(
     ) -> tuple[PyTree, MultiStepsState]:
         """``update`` or ``apply`` of ``opt`` if a step is due, else ``wait``."""
         acc, due = buffers.gather(grads, state)
+        if opt.peeks:  # rows of earlier gradients may have been peeked at, and no more
+            extra["peeked"] = True
 
         def step(params: Params, inner: State) -> tuple[PyTree, State]:
             return getattr(opt, name)(buffers.total(acc), inner, params, *key, **extra)  # type: ignore[no-any-return]
