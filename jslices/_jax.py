@@ -359,14 +359,16 @@ def evaluate(
     return list(map(read, program.outvars))
 
 
-def eval_minimal(
-    fun: Callable[..., list[Any]], args: Sequence[Any]
-) -> tuple[list[Any], list[bool]]:
-    """``fun(*args)``, running no more than the result needs; and which args are needed."""
-    program = jax.make_jaxpr(fun)(*args)
-    less, used = pe.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+def inputs_used(program: Any, outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs of a closed program these outputs depend on."""
+    return pe.dce_jaxpr(program.jaxpr, list(outputs))[1]
+
+
+def eval_minimal(program: Any, outputs: Sequence[bool], args: Sequence[Any]) -> list[Any]:
+    """These outputs of a closed program, running no more than they need."""
+    less, used = pe.dce_jaxpr(program.jaxpr, list(outputs))
     inputs = itertools.compress(args, used)
-    return jax.core.eval_jaxpr(less, program.consts, *inputs), used
+    return jax.core.eval_jaxpr(less, program.consts, *inputs)
 
 
 def has_auto_axes(eqn: Equation) -> bool:

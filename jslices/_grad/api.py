@@ -31,7 +31,8 @@ from jslices._grad.run import (
     slots_for,
     without_dense_warning,
 )
-from jslices._slices import IndexedSlices
+from jslices._rows import access
+from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import PyTree
 
 
@@ -116,15 +117,27 @@ def value_and_grad(
     of the lookup itself is reached; here any program is read, and the steps that commute
     with a lookup (a cast, a scaling, any row-wise function) may come in between.
     """  # noqa: E501
+    how = {"holomorphic": holomorphic, "allow_int": allow_int}
+    return _with_grad(fun, argnums, has_aux, sparse=sparse, exchange=exchange, **how)
+
+
+def _with_grad(
+    fun: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    *,
+    holomorphic: bool,
+    allow_int: bool,
+    sparse: SparseSpec,
+    exchange: ExchangeSpec,
+    wants_value: bool = True,
+) -> Callable[..., tuple[Any, Any]]:
+    """``value_and_grad``, and its value for nobody where none is wanted."""
     check_callable(fun)
+    how = {"holomorphic": holomorphic, "allow_int": allow_int, "sparse": sparse}
+    how |= {"exchange": exchange, "wants_value": wants_value}
     if names_states(argnums):
-        one = functools.partial(
-            value_and_grad,
-            holomorphic=holomorphic,
-            allow_int=allow_int,
-            sparse=sparse,
-            exchange=exchange,
-        )
+        one = functools.partial(_with_grad, **how)  # type: ignore[arg-type]
         return value_and_grad_of_states(one, fun, argnums, has_aux)
 
     @functools.wraps(fun)
@@ -132,7 +145,9 @@ def value_and_grad(
         call = UserCall(fun, argnums, args, kwargs, has_aux)
         check_inputs(call, holomorphic, allow_int)
         planned = plan_call(call, sparse, exchange)
-        value, aux, grads = differentiated(call, planned, holomorphic)
+        value, aux, grads = differentiated(
+            call, planned, holomorphic, wants_value=wants_value
+        )
         return (value, aux) if has_aux else value, grads[0] if call.single else grads
 
     return value_and_grad_fun
@@ -159,9 +174,8 @@ def grad(
       (Array([4, 4], dtype=int32), Array([[2., 2.],
              [0., 0.]], dtype=float32))
     """
-    with_value = value_and_grad(
-        fun, argnums, has_aux, holomorphic, allow_int, sparse=sparse, exchange=exchange
-    )
+    how = {"holomorphic": holomorphic, "allow_int": allow_int, "wants_value": False}
+    with_value = _with_grad(fun, argnums, has_aux, sparse=sparse, exchange=exchange, **how)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -176,13 +190,45 @@ def differentiated(
     planned: Planned,
     holomorphic: bool = False,
     taken: Prefetched = NO_PREFETCH,
+    wants_value: bool = True,
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments.
 
-    No row is read of the leaves whose rows are ``taken`` already.
+    No row is read of the leaves whose rows are ``taken`` already. What is wanted is
+    computed before the rows of a gradient.
     """
     value, pullback, aux = _linearize(call, planned, taken)
-    return value, aux, pullback(_seed(value, holomorphic))
+    grads = pullback(_seed(value, holomorphic))
+    (result, aux), grads = _in_order((value if wants_value else None, aux), grads)
+    return result if wants_value else value, aux, grads
+
+
+def _in_order(returned: Any, grads: Any) -> tuple[Any, Any]:
+    """Both, but no row of a gradient before all else is computed.
+
+    Whatever is returned reads tables that a step is about to write. XLA does not read first
+    by itself: it copies the whole table to be able to read it later.
+    """
+    slices = [g for g in jax.tree.leaves(grads, is_leaf=is_slices) if is_slices(g)]
+    structure: Any
+    leaves, structure = jax.tree.flatten(returned)
+    arrays = {i: x for i, x in enumerate(leaves) if _is_computed(x)}
+    if not _jax.is_staged() or not slices or len(slices) + len(arrays) < 2:
+        return returned, grads
+    every = access.at_once([*arrays.values(), *(g.values for g in slices)])
+    arrays = dict(zip(arrays, every, strict=False))
+    rows = iter(every[len(arrays) :])
+
+    def later(g: Any) -> Any:
+        return g.with_values(next(rows)).with_facts(g.facts) if is_slices(g) else g
+
+    returned = structure.unflatten(arrays.get(i, x) for i, x in enumerate(leaves))
+    return returned, jax.tree.map(later, grads, is_leaf=is_slices)
+
+
+def _is_computed(x: Any) -> bool:
+    """Whether it is an array of numbers; a key of ``jax.random`` is none."""
+    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def vjp(
@@ -237,7 +283,10 @@ def _linearize(
             hint_smaller(planned, i)
     kinds = tuple(planned.kind(i) for i in range(len(call.primals)))
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
-    slots = slots_for(planned.plan, taken)
+    every_slot = slots_for(planned.plan, taken)
+    # Those that a gradient comes into; the others are rows that were taken.
+    only = lambda x, slot: slot if x.graded else None  # noqa: E731
+    slots = jax.tree.map(only, planned.plan, every_slot)
 
     def run(dense: list[jax.Array], slots: SlotTree) -> tuple[Any, Any]:
         left = iter(dense)
@@ -245,13 +294,15 @@ def _linearize(
             next(left) if kind == "dense" else x
             for x, kind in zip(call.primals, kinds, strict=True)
         ]
+        pick = lambda x, slot, rows: slot if x.graded else rows  # noqa: E731
+        slots = jax.tree.map(pick, planned.plan, slots, every_slot)
         flat, indices = run_planned(planned, primals, slots, taken)
         num_results = planned.outputs.num_results
         return flat[:num_results], (flat[num_results:], indices)
 
     with without_dense_warning():
         results, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
-    sites = tuple(jax.tree.leaves(planned.plan))
+    sites = tuple(site for site in planned.sites if site.graded)
     static = tuple(planned.leaves), sites, kinds, call.tree, planned.outputs.tree
     vjp_fun = _VjpFun(static, (pullback, jax.tree.leaves(indices)))
     return planned.outputs.tree.unflatten(results), vjp_fun, planned.outputs.aux(aux)

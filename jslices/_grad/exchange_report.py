@@ -53,7 +53,7 @@ class ExchangeReport(NamedTuple):
 
 def exchange_reports(planned: Planned, call: UserCall) -> dict[int, ExchangeReport]:
     """Reports for the leaves whose rows are exchanged, by number."""
-    sites = jax.tree.leaves(planned.plan)
+    sites = [site for site in planned.sites if site.graded]
     if not any(site.exchange for site in sites):
         return {}
     ids = _concrete_ids(planned, call, len(sites))
@@ -74,7 +74,7 @@ def _concrete_ids(planned: Planned, call: UserCall, count: int) -> Sequence[Any]
 
     alone = planned._replace(plan=jax.tree.map(on_one_device, planned.plan), eager=False)
     ids, needed = eval_ids(alone, call.primals)
-    if any(needed) or any(isinstance(x, jax.core.Tracer) for x in ids):
+    if needed or any(isinstance(x, jax.core.Tracer) for x in ids):
         return [None] * count
     return [np.asarray(x) for x in ids]
 

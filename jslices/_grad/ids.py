@@ -2,16 +2,20 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jslices import _jax
 from jslices._grad.call import ExchangeSpec, UserCall, check_callable
-from jslices._grad.plan import Planned, plan_call
+from jslices._grad.plan import Planned, Site, plan_call
 from jslices._grad.run import gradients_of, run_planned, slots_for, without_dense_warning
-from jslices._slices import IndexedSlices
+from jslices._rows.access import is_below
+from jslices._slices import Facts, IndexedSlices, concat_slices, sent_to_owners, slices_of
+
+#: Row numbers of a leaf, as slices without elements; None for none.
+Rows: TypeAlias = IndexedSlices | None
 
 
 def lookup_ids(
@@ -64,64 +68,143 @@ def lookup_ids(
     @functools.wraps(fun)
     def ids_fun(*args: Any, **kwargs: Any) -> Any:
         call = UserCall(fun, argnums, args, kwargs, has_aux)
-        rows, _ = rows_read(call, plan_call(call, None, exchange))
-        return call.mirror(map(leaf_ids, rows))
+        planned = plan_call(call, None, exchange)
+        every = frozenset(range(len(planned.leaves)))
+        rows, others = RowsRead(call, planned, every).at(call.primals)
+        return call.mirror(map(leaf_ids, map(joined, rows, others)))
 
     return ids_fun
 
 
-def leaf_ids(rows: IndexedSlices | bool | None) -> jax.Array | IndexedSlices | None:
+def leaf_ids(rows: Rows) -> jax.Array | IndexedSlices | None:
     """The result of :func:`lookup_ids` for a leaf."""
-    if not isinstance(rows, IndexedSlices):
+    if rows is None:
         return None
     alone = rows.row_axes == 1 and rows.facts.placement is None
     return rows.indices if alone else rows
 
 
-def rows_read(
-    call: UserCall, planned: Planned
-) -> tuple[list[IndexedSlices | bool | None], list[bool]]:
-    """For each leaf the rows that are read, as slices without elements.
+class RowsRead:
+    """What a call reads of its leaves.
 
-    True if it is read whole, or also where no gradient reaches it; None if not at all. And
-    for each leaf whether its values determine the numbers of these rows.
+    Args:
+      call: the call; of its arrays only shapes and dtypes count.
+      planned: its plan.
+      near: the leaves of which an id out of range that reads an edge has the number of the
+        edge. Of others it has none, as in a gradient, and edges are rows read besides.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.
     """
-    sites = jax.tree.leaves(planned.plan)
-    indices, needed = eval_ids(planned, call.primals)
-    for site in sites:
-        if needed[site.leaf]:
-            raise ValueError(
-                f"the rows that are read of {planned.leaves[site.leaf]} depend on its "
-                f"own values ({_jax.user_line(site.source)}), so they are not known "
-                "before it has caught up: tx.flush(params, state) brings all rows up "
-                "to date"
-            )
-    slices = gradients_of(sites, [jnp.zeros((*x.shape, 0)) for x in indices], indices)
-    whole = planned.read_whole | planned.no_grad.keys()
-    by_leaf: list[IndexedSlices | bool | None] = [
-        True if leaf.has_rows and i in whole else None
-        for i, leaf in enumerate(planned.leaves)
-    ]
-    for i in slices.keys() - planned.no_grad.keys():
-        shape, axes = planned.leaves[i].aval.shape, planned.leaves[i].row_axes
-        by_leaf[i] = slices[i].numbered_as((*shape[:axes], 0))
-    return by_leaf, needed
+
+    def __init__(self, call: UserCall, planned: Planned, near: frozenset[int]) -> None:
+        self._planned, self._near = planned, near
+        self._sites = sites = planned.sites
+
+        self._program = _numbers_of_reads(planned, call.primals, near)
+        #: The leaves that are read as a whole, and where if no gradient comes in there.
+        self.whole = planned.read_whole
+        self.whole_lines = {i: _jax.user_line(x.source) for i, x in planned.no_grad.items()}
+        by_rows = {site.leaf for site in sites} - self.whole
+        # Rows without gradient whose numbers depend on rows may be any.
+        for n, site in enumerate(sites):
+            if site.graded or site.beside or site.leaf not in by_rows:
+                continue
+            if not by_rows.isdisjoint(self._sources([n])) or self._are_many(site.leaf):
+                self.whole.add(site.leaf)
+                self.whole_lines[site.leaf] = _jax.user_line(site.source)
+        self._known = [n for n, site in enumerate(sites) if site.leaf not in self.whole]
+        #: The leaves whose values determine which rows are read.
+        self.sources = self._sources(self._known)
+        for site in (sites[n] for n in self._known):
+            if site.leaf in self.sources:
+                raise ValueError(
+                    f"the rows that are read of {planned.leaves[site.leaf]} depend on its "
+                    f"own values ({_jax.user_line(site.source)}), so they are not known "
+                    "before it has caught up: tx.flush(params, state) brings all rows up "
+                    "to date"
+                )
+
+    def _are_many(self, leaf: int) -> bool:
+        """Whether no fewer rows are read without gradient than the leaf has.
+
+        Or several axes number rows that are exchanged between devices.
+        """
+        spec, sites = self._planned.leaves[leaf], self._planned.sites_of(leaf)
+        count = sum(site.total for site in sites if not site.graded)
+        exchanged = any(site.exchange for site in sites) and spec.row_axes > 1
+        return exchanged or is_below(spec.table_shape[0] - 1, count)
+
+    def _sources(self, numbers: Sequence[int]) -> set[int]:
+        """The leaves that the row numbers of these reads follow from."""
+        outputs = [n in numbers for n in range(len(self._sites))]
+        used = _jax.inputs_used(self._program, outputs)
+        return {i for i, is_used in enumerate(used) if is_used}
+
+    def at(self, primals: Sequence[Any]) -> tuple[list[Rows], list[Rows]]:
+        """For each leaf the rows that a gradient may come into, and those read besides.
+
+        Slices without elements. None for none, and for a leaf that is read as a whole.
+        """
+        outputs = [n in self._known for n in range(len(self._sites))]
+        indices = _jax.eval_minimal(self._program, outputs, primals)
+        known = [self._sites[n] for n in self._known]
+        graded, besides = [], []
+        for site, numbers in zip(known, indices, strict=True):
+            if site.graded:
+                graded.append((site, numbers))
+            elif not (site.beside and site.leaf in self._near):
+                besides.append((site, numbers))
+        return self._by_leaf(graded), self._by_leaf(besides)
+
+    def _by_leaf(self, reads: Sequence[tuple[Site, jax.Array]]) -> list[Rows]:
+        sites, indices = [site for site, _ in reads], [x for _, x in reads]
+        zeros = [jnp.zeros((*x.shape, 0)) for x in indices]
+        slices = gradients_of(sites, zeros, indices)
+        return [
+            slices[i].numbered_as((*leaf.aval.shape[: leaf.row_axes], 0))
+            if i in slices
+            else None
+            for i, leaf in enumerate(self._planned.leaves)
+        ]
 
 
-def eval_ids(
-    planned: Planned, primals: Sequence[Any]
-) -> tuple[list[jax.Array], list[bool]]:
-    """The row numbers of every read, and which of the ``primals`` they depend on.
+def one_by_one(rows: Rows) -> Rows:
+    """Rows for ``tx.peek`` that no step follows, which would have to number them alike."""
+    return None if rows is None else rows.with_facts(rows.facts._replace(distinct=True))
+
+
+def joined(rows: Rows, others: Rows) -> Rows:
+    """The rows of both."""
+    if rows is None or others is None:
+        return others if rows is None else rows
+    if rows.facts.placement is not None:
+        shape = others.dense_shape
+        assert shape is not None
+        entries = sent_to_owners(rows.facts.placement, shape[0], others.indices)
+        others = slices_of(*entries, shape, Facts(placement=rows.facts.placement))
+    return concat_slices([rows, others])
+
+
+def eval_ids(planned: Planned, primals: Sequence[Any]) -> tuple[list[jax.Array], bool]:
+    """The row numbers of every gradient, and whether ``primals`` determine them.
 
     Nothing else of the call is run; other primals may be described.
     """
+    program = _numbers_of_reads(planned, primals, None)
+    every = [True] * len(program.jaxpr.outvars)
+    used = _jax.inputs_used(program, every)
+    return _jax.eval_minimal(program, every, primals), any(used)
+
+
+def _numbers_of_reads(
+    planned: Planned, primals: Sequence[Any], near: frozenset[int] | None
+) -> Any:
+    """The program from leaves to the row numbers of reads; ``near`` as in run_planned."""
 
     def run(*primals: Any) -> list[Any]:
-        _, indices = run_planned(planned, primals, slots_for(planned.plan))
-        return jax.tree.leaves(indices)
+        slots = slots_for(planned.plan, every=near is not None)
+        return jax.tree.leaves(run_planned(planned, primals, slots, near=near)[1])
 
     with without_dense_warning():
-        return _jax.eval_minimal(run, primals)
+        return jax.make_jaxpr(run)(*primals)

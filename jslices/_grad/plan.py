@@ -30,7 +30,7 @@ from jslices._grad.call import (
 )
 from jslices._grad.memo import kept
 from jslices._grad.products import picks_rows
-from jslices._grad.reads import RowRead, every_row, fixed_rows, tables_read
+from jslices._grad.reads import RowRead, every_row, parts_of, reads_of, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
@@ -51,7 +51,7 @@ _PICKS_ELEMENTS = frozenset(
 MANY_BYTES = 8
 
 #: Per read its sites, one after the other; per loop, checkpoint or branch a list of what is
-#: inside; in the order of the program.
+#: inside, and one of what is read beside a read; in the order of the program.
 SiteTree = list[Any]
 
 
@@ -76,6 +76,11 @@ class Site:
     source: Source | None
     by_ids: bool  # False for rows whose numbers are constants, ``table[5:8]``
     packed: int  # how many of the rows that are read a row of the leaf holds
+    #: Whether a gradient may come into them. Others have no cotangent slot, and are in the
+    #: plan for those who want to know what is read.
+    graded: bool
+    #: Whether ids read them that get no gradient, in a read of rows that do.
+    beside: bool = False
 
     @property
     def entries(self) -> int:
@@ -116,7 +121,7 @@ class Planned(NamedTuple):
     dense: dict[int, DenseUse]  # why a leaf that could have been sparse is not
     looked_up: dict[int, list[Site]]  # for every leaf, sparse or not
     unread: dict[int, list[Source]]  # lookups by other than rows, of leaves without any
-    no_grad: dict[int, DenseUse]  # reads that no gradient reaches
+    no_grad: dict[int, DenseUse]  # uses of the whole that no gradient reaches
     eager: bool  # True if no ``jax.jit`` is around the call
 
     def kind(self, leaf: int) -> str:
@@ -131,13 +136,21 @@ class Planned(NamedTuple):
         return {i: x for i, x in enumerate(self.leaves) if self.kind(i) != "dense"}
 
     @property
+    def sites(self) -> list[Site]:
+        """All reads of rows, with a gradient and without, in the order of the program."""
+        return jax.tree.leaves(self.plan)
+
+    def sites_of(self, leaf: int) -> list[Site]:
+        return [site for site in self.sites if site.leaf == leaf]
+
+    @property
     def read_whole(self) -> set[int]:
-        """The leaves that are read beyond the rows of the plan."""
+        """The leaves that are used otherwise than by rows."""
         used = Scope(self.program).used
-        return {
+        return self.no_grad.keys() | {
             i
             for i, v in zip(range(len(self.leaves)), self.program.invars, strict=False)
-            if v in used and self.kind(i) != "sparse"
+            if v in used and self.kind(i) == "dense"
         }
 
     def triggers_warning(self, leaf: int) -> bool:
@@ -257,7 +270,7 @@ class Uses(NamedTuple):
     #: By an equation that may move or pick its elements: the leaf may still be looked up,
     #: but not by whole rows.
     moves: dict[int, DenseUse]
-    no_grad: dict[int, DenseUse]  # of rows, or the whole, that no gradient reaches
+    no_grad: dict[int, DenseUse]  # of the whole, that no gradient reaches
 
     def add(self, later: "Uses") -> None:
         for uses, more in zip(self, later, strict=True):
@@ -280,8 +293,9 @@ class Planner(ViewWalk):
         self._loops: tuple[int, ...] = ()
         #: True while the step is a product with a one-hot array, which may have weights.
         self._is_one_hot = False
-        #: Views of fixed rows that were read already. A body may use those read outside.
-        self._rows_read: ChainMap[View, None] = ChainMap()
+        #: Views of fixed rows that were read already, and whether with slots. A body may
+        #: use those read outside.
+        self._rows_read: ChainMap[tuple[View, bool], None] = ChainMap()
 
     def constant(self, value: Any) -> None:
         return None
@@ -306,18 +320,22 @@ class Planner(ViewWalk):
             to_scalar = not any(map(_jax.shape_of, eqn.outvars))
             what = ONE_HOT if self._is_one_hot else _jax.kind(eqn)
             use = DenseUse(what, self.source(eqn), to_scalar)
-        _note(self.uses.no_grad, value, use, slotted=False)
         if eqn is not None and use.what not in (*_PRODUCTS, *_REDUCTIONS):
             _note(self.uses.moves, value, use)
-        views = fixed_rows(value)
-        if views is None or not self._may_be_read(value):
-            _note(self.uses.whole, value, use)
-            return None
-        _note(self.uses.fixed, value, use)
-        for view in views:
-            if view not in self._rows_read:
-                self._plan(use.source, every_row(view), by_ids=False)
-                self._rows_read[view] = None
+        parts = parts_of(value)
+        may_be_read = self._may_be_read(value)
+        fixed = may_be_read and all(few for _, slotted, few in parts if slotted)
+        _note(self.uses.fixed if fixed else self.uses.whole, value, use)
+        for view, slotted, few in parts:
+            if not slotted and not (few and may_be_read):
+                for table, _ in reads_of(view):
+                    self.uses.no_grad.setdefault(table.leaf, use)
+            elif (fixed or not slotted) and (view, slotted) not in self._rows_read:
+                self._rows_read[view, slotted] = None
+                if slotted:
+                    self._plan(use.source, every_row(view), by_ids=False)
+                else:
+                    self._plan_beside(use.source, view, view.shape[0])
         return None
 
     def _may_be_read(self, value: View) -> bool:
@@ -330,12 +348,13 @@ class Planner(ViewWalk):
 
     def read(self, eqn: Equation, read: RowRead, values: Values) -> None:
         use = DenseUse(_jax.kind(eqn), self.source(eqn))
-        _note(self.uses.no_grad, read.view, use, slotted=False)
         leaves = read.leaves if use.what.endswith("dot_general") else []
         many = [x for x in leaves if self._multiplies_many(self._leaves[x], read.count)]
         self.uses.whole.update((x, use) for x in many if x not in self.uses.whole)
         if not many:
             self._plan(use.source, read, by_ids=True)
+            if read.count_beside:
+                self._plan_beside(use.source, read.view, read.count_beside, beside=True)
 
     def _multiplies_many(self, leaf: LeafSpec, count: int) -> bool:
         """True if a product with so many rows of a leaf remains one with all of it.
@@ -345,12 +364,29 @@ class Planner(ViewWalk):
         rows, most = math.prod(self._loops) * count, MANY_BYTES * leaf.table_shape[0]
         return leaf.mode is None and is_below(most - 1, rows)
 
-    def _plan(self, source: Source | None, read: RowRead, by_ids: bool) -> None:
-        for number in read.leaves:
-            leaf = self._leaves[number]
-            aval, exchange = leaf.aval, leaf.exchange_of(read.count)
+    def _plan_beside(
+        self, source: Source | None, view: View, count: int, beside: bool = False
+    ) -> None:
+        """Plans a read of so many rows without slots, as an entry of its own."""
+        numbers = jax.ShapeDtypeStruct((count,), np.int32)
+        read = dataclasses.replace(every_row(view), count=count, numbers=numbers)
+        with self._inside():
+            self._plan(source, read, by_ids=beside, slotted=False, beside=beside)
+
+    def _plan(
+        self,
+        source: Source | None,
+        read: RowRead,
+        by_ids: bool,
+        slotted: bool = True,
+        beside: bool = False,
+    ) -> None:
+        for table, has_slot in reads_of(read.view):
+            leaf, graded = self._leaves[table.leaf], slotted and has_slot
+            aval = leaf.aval
+            exchange = leaf.exchange_of(read.count) if graded else None
             site = Site(
-                leaf=number,
+                leaf=table.leaf,
                 table_shape=leaf.table_shape,
                 dtype=aval.dtype,
                 count=read.count,
@@ -362,6 +398,8 @@ class Planner(ViewWalk):
                 source=source,
                 by_ids=by_ids,
                 packed=read.packed,
+                graded=graded,
+                beside=beside,
             )
             self.plan.append(site)
 
@@ -417,11 +455,10 @@ def _planned(
 ) -> Planned:
     """The plan in which the leaves that are only looked up are sparse."""
     candidates = {i: leaf for i, leaf in enumerate(leaves) if leaf.may_be_sparse}
-    num_results = outputs.num_results
     dense: dict[int, DenseUse] = {}
     moves: dict[int, DenseUse] = {}
     looked_up: dict[int, list[Site]] = {}
-    needs_grad = output_needs_grad(program, num_results)
+    needs_grad = output_needs_grad(program, outputs.num_results)
     while True:
         # A leaf that turns out dense is an ordinary array in the next round.
         tables = {i: leaf for i, leaf in candidates.items() if i not in dense}
@@ -431,11 +468,12 @@ def _planned(
             tables[i].view(i) if i in tables else None for i in range(len(program.invars))
         ]
         values = planner.program(program, inputs, needs_grad)
-        for value in values[:num_results]:
+        for value in values:
             planner.whole(value, None)
         sites: dict[int, list[Site]] = {}
         for site in jax.tree.leaves(planner.plan):
-            sites.setdefault(site.leaf, []).append(site)
+            if site.graded:
+                sites.setdefault(site.leaf, []).append(site)
         by_ids = {leaf for leaf in sites if any(site.by_ids for site in sites[leaf])}
         alone = list(uses.fixed.keys() & uses.moves.keys() - by_ids)
         picked = unread_lookups(program, alone, needs_grad) if alone else {}
@@ -491,7 +529,8 @@ class PartPlan:
     plan: SiteTree
     uses: Uses
     outputs: Sequence[Any]  # views, and None for values
-    run: Callable[[Values, Any], Any] | None = None  # from operands and cotangent slots
+    #: From operands and cotangent slots; by ``near`` of :func:`run_planned`.
+    runs: dict[Any, Callable[[Values, Any], Any]] = dataclasses.field(default_factory=dict)
 
 
 def plan_part(

@@ -48,8 +48,13 @@ from jslices._rows.access import (
 )
 from jslices._typing import Aval
 
-#: ``take(table, ids, mode, fill_value)`` reads rows of a table.
+#: ``take(table, ids, mode, fill_value)`` reads rows of a table, with a cotangent slot.
 Take = Callable[..., jax.Array]
+#: ``plainly(table, ids)`` does without one.
+Plainly = Callable[[TableView, RowIds], Any]
+#: ``beside(view, ids)`` reads rows of a view for ids that get no gradient; None if the rows
+#: that are read with a slot are right for these, too.
+Beside = Callable[[View, RowIds], Any]
 
 
 # --- what reads are made of -------------------------------------------------------------
@@ -82,6 +87,22 @@ class RowRead:
         return [table.leaf for table in tables_read(self.view)]
 
     @property
+    def count_beside(self) -> int:
+        """How many rows ids may read that get no gradient; 0 where all or none get one."""
+        if not self.leaves or not (self._promised or self.graded):
+            return 0
+        return 2 if self._reads_ends else self.count
+
+    @property
+    def _promised(self) -> bool:
+        return self.mode == Mode.PROMISE_IN_BOUNDS
+
+    @property
+    def _reads_ends(self) -> bool:
+        """True if ids that get no gradient read the first or the last row of the view."""
+        return self.good is None and self.graded is None
+
+    @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
         steps: list[Any] = [("holding", 1)]
@@ -94,40 +115,51 @@ class RowRead:
         """True if it reads rows of a table, and an id in range is good."""
         return isinstance(self.view, TableView) and self.good is None
 
-    def output(self, operands: Values, take: Take) -> jax.Array:
+    def output(self, operands: Values, take: Take, plainly: Plainly, beside: Beside) -> Any:
         """The equation's output, from its operands' values.
 
         The gradient follows the mode: a clipped id counts for the edge row, any other bad
         id for none.
         """
-        return self.arrange(self._rows(operands, take), operands)
+        return self.arrange(self._rows(operands, take, plainly, beside), operands)
 
-    def _rows(self, operands: Values, take: Take) -> jax.Array:
+    def _rows(
+        self, operands: Values, take: Take, plainly: Plainly, beside: Beside
+    ) -> jax.Array:
         view, ids, mode = self.view, wide(self.ids(operands)), self.mode
         height = view.shape[0]
-        reader = Reader(lambda table, ids: take(table, ids, "clip", None), _just_take)
+        reader = Reader(lambda table, ids: take(table, ids, "clip", None), plainly)
         near = clipped_indices(ids, height)
         if mode == Mode.CLIP:
             if self.is_direct:
                 return take(view, RowIds((), ids, near), mode, None)
             return reader.rows(view, RowIds((), near, near))
-        promised = mode == Mode.PROMISE_IN_BOUNDS
         # Of several axes that number rows, take_rows clips what is promised.
-        clips = promised and isinstance(view, TableView) and view.row_axes > 1
+        clips = self._promised and isinstance(view, TableView) and view.row_axes > 1
+        good = graded = None
         if self.is_direct and self.graded is None and not clips:
-            return take(view, RowIds((), ids, ids), mode, self.fill_value)
-        good = _in_range(ids, height) if self.good is None else self.good(operands)
-        graded = good if self.graded is None else self.graded(operands)
-        record = jnp.where(graded, near, height)
-        if self.is_direct:
-            rows = take(view, RowIds((), ids, record), mode, self.fill_value)
+            rows = take(view, RowIds((), ids, ids), mode, self.fill_value)
         else:
-            rows = reader.rows(view, RowIds((), near, record))
-        if promised or self.graded is not None:
+            good = _in_range(ids, height) if self.good is None else self.good(operands)
+            graded = good if self.graded is None else self.graded(operands)
+            record = jnp.where(graded, near, height)
+            if self.is_direct:
+                rows = take(view, RowIds((), ids, record), mode, self.fill_value)
+            else:
+                rows = reader.rows(view, RowIds((), near, record))
+        if self.count_beside:
             # These read a row, but send no gradient back, neither to the table nor to
             # anything else that the rows were made from.
-            rows = jnp.where(per_row(graded, rows), rows, lax.stop_gradient(rows))
-        if mode == Mode.FILL_OR_DROP and not self.is_direct:
+            ends = jnp.array([0, max(height - 1, 0)], near.dtype)
+            at = ends if self._reads_ends else near
+            rest = beside(view, RowIds((), at, at))
+            if rest is not None and self._reads_ends:
+                rest = jnp.where(per_row(ids < 0, rows), rest[0], rest[1])
+            if rest is not None or graded is not None:
+                graded = _in_range(ids, height) if graded is None else graded
+                rest = lax.stop_gradient(rows if rest is None else rest)
+                rows = jnp.where(per_row(graded, rows), rows, rest)
+        if mode == Mode.FILL_OR_DROP and good is not None and not self.is_direct:
             rows = filled(rows, good, self.fill_value)
         return rows
 
@@ -183,49 +215,48 @@ class Reader:
         return None if ids.read is None else view.combine(parts, ids)
 
 
-def _just_take(table: TableView, ids: RowIds) -> Any:
-    if ids.read is None:
-        return None
-    return table.take(ids.read, "clip")
-
-
-def tables_read(view: View, slotted: bool = True) -> list[TableView]:
-    """The tables whose rows a read of ``view`` takes with, or without, cotangent slots.
+def reads_of(view: View) -> list[tuple[TableView, bool]]:
+    """The tables whose rows a read of ``view`` takes, and whether with a cotangent slot.
 
     In the order of the reads.
     """
-    tables: list[TableView] = []
-    note = lambda table, ids: tables.append(table)  # noqa: E731
-    takes = (note, _just_take) if slotted else (_just_take, note)
-    Reader(*takes).rows(view, RowIds())
-    return tables
+    reads: list[tuple[TableView, bool]] = []
+    with_slot, without = (
+        lambda table, ids, slotted=slotted: reads.append((table, slotted))
+        for slotted in (True, False)
+    )
+    Reader(with_slot, without).rows(view, RowIds())
+    return reads
 
 
-def fixed_rows(value: Any) -> list[View] | None:
-    """The views ``table[5:8]`` that a value is made of, if it reads nothing else of tables.
+def tables_read(view: View, slotted: bool = True) -> list[TableView]:
+    """Those with, or those without, cotangent slots."""
+    return [table for table, has_slot in reads_of(view) if has_slot == slotted]
 
-    None for values made of as many rows as a table has.
+
+def parts_of(value: Any) -> list[tuple[View, bool, bool]]:
+    """The views that a value is made of where it is used as a whole.
+
+    For each whether it has a cotangent slot, and whether it has fewer rows than its tables,
+    as ``table[5:8]`` does: then these are read, not the tables.
     """
-    views: list[View] = []
-    left, visited = [value], set()
+    parts: list[tuple[View, bool, bool]] = []
+    left, visited = [(value, True)], set()
     while left:
-        view = left.pop()
-        if not isinstance(view, View) or isinstance(view, Unslotted) or view in visited:
+        view, slotted = left.pop()
+        if not isinstance(view, View) or (view, slotted) in visited:
             continue
-        visited.add(view)
-        if isinstance(view, Repeated | Rowwise | Stacked | Transposed):
-            left.extend(part for part, _ in view.parts(RowIds()))
-        elif (few := _has_fewer_rows(view)) is None:
-            return None
-        elif few:
-            views.append(view)
-    return views
-
-
-def _has_fewer_rows(view: View) -> bool | None:
-    """True if it has fewer rows than its tables, False without any, None otherwise."""
-    count, heights = view.shape[0], [table.shape[0] for table in tables_read(view)]
-    return bool(heights) if all(is_below(count, n) for n in heights) else None
+        visited.add((view, slotted))
+        if isinstance(view, Unslotted):
+            left.append((view.inner, False))
+        elif isinstance(view, Repeated | Rowwise | Stacked | Transposed):
+            left.extend((part, slotted) for part, _ in view.parts(RowIds()))
+        else:
+            own = tables_read(view) if slotted else []
+            tables = own or tables_read(view, slotted=False) + tables_read(view)
+            few = all(is_below(view.shape[0], table.shape[0]) for table in tables)
+            parts += [(view, bool(own), few)] * bool(tables)
+    return parts
 
 
 def every_row(view: View) -> RowRead:

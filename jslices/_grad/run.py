@@ -25,13 +25,18 @@ from jslices._grad.plan import (
     output_needs_grad,
     plan_part,
 )
-from jslices._grad.reads import RowRead, every_row, filled, fixed_rows
+from jslices._grad.reads import Reader, RowRead, every_row, filled, parts_of, reads_of
 from jslices._grad.views import RowIds, TableView, Unslotted, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
 from jslices._lookup.mark import dense_is_intended
 from jslices._place import boundary
-from jslices._rows.access import canonical_indices, gathered_once, per_row, row_loop_p
+from jslices._rows.access import (
+    canonical_indices,
+    clipped_indices,
+    gathered_once,
+    row_loop_p,
+)
 from jslices._slices import Facts, IndexedSlices, concat_slices, slices_of
 from jslices._typing import Aval
 
@@ -39,9 +44,9 @@ from jslices._typing import Aval
 SlotTree = list[Any]
 IndexTree = list[Any]
 
-#: By the number of a leaf ``[V, *D]`` the rows ``[K, *D]`` of all its reads, in the order
-#: of the plan. Where an id is out of range it may be anything.
-Prefetched = Mapping[int, jax.Array]
+#: By the number of a leaf ``[V, *D]``, and whether a gradient comes in, rows ``[K, *D]``,
+#: those of all its reads in the order of the plan; anything where an id is out of range.
+Prefetched = Mapping[tuple[int, bool], jax.Array]
 
 NO_PREFETCH: Prefetched = {}
 
@@ -55,11 +60,16 @@ def run_planned(
     primals: Sequence[Any],
     slots: SlotTree,
     taken: Prefetched = NO_PREFETCH,
+    near: frozenset[int] | None = None,
 ) -> tuple[Values, IndexTree]:
-    """The outputs of the traced call, and the row numbers of its reads."""
+    """The outputs of the traced call, and the row numbers of its reads.
+
+    These are the row numbers of gradients, and None for what gets none. With ``near`` all
+    reads have some: of these leaves those that are read, an edge for an id out of range.
+    """
     leaves = planned.sparse_leaves
     operands = [leaves[i].view(i, x) if i in leaves else x for i, x in enumerate(primals)]
-    runner = Runner(planned.plan, slots, leaves, planned.eager, taken)
+    runner = Runner(planned.plan, slots, leaves, planned.eager, taken, near)
     needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
     outputs = runner.program(planned.program, operands, needs_grad)
     arrays = (runner.whole(value, None) for value in outputs)
@@ -86,16 +96,23 @@ def without_dense_warning() -> Iterator[None]:
 # before the call are the slot themselves.
 
 
-def slots_for(plan: SiteTree, taken: Prefetched = NO_PREFETCH) -> SlotTree:
-    """The cotangent slots of all reads; those of rows that are ``taken`` hold them."""
+def slots_for(
+    plan: SiteTree, taken: Prefetched = NO_PREFETCH, every: bool = False
+) -> SlotTree:
+    """The cotangent slots of all reads; those of rows that are ``taken`` hold them.
+
+    None for what gets no gradient and was not taken, unless ``every`` read has one.
+    """
     left = dict(taken)
 
-    def slot(site: Site) -> jax.Array:
-        executions = (*site.loops, site.entries)
+    def slot(site: Site) -> jax.Array | None:
+        executions, kind = (*site.loops, site.entries), (site.leaf, site.graded)
         shape = (*executions, *site.table_shape[1:])
-        if site.leaf in left:
-            rows, left[site.leaf] = jnp.split(left[site.leaf], [math.prod(executions)])
+        if kind in left:
+            rows, left[kind] = jnp.split(left[kind], [math.prod(executions)])
             return rows.reshape(shape)
+        if not (site.graded or every):
+            return None
         zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
         return _jax.as_varying(zeros, site.varying)
 
@@ -169,9 +186,10 @@ class Runner(ViewWalk):
         leaves: dict[int, LeafSpec],
         eager: bool = False,
         taken: Prefetched = NO_PREFETCH,
+        near: frozenset[int] | None = None,
     ) -> None:
         self.eager = eager
-        self._taken = taken
+        self._taken, self._near = taken, near
         self._leaves = leaves
         self._body = _Body(plan, slots)
         self._rows: jax.Array | None = None  # of the last read
@@ -194,12 +212,16 @@ class Runner(ViewWalk):
         return _jax.bind(eqn, operands, as_function=often)
 
     def whole(self, value: Any, eqn: Equation | None) -> Any:
-        views, slotted = fixed_rows(value) or (), self._body.arrays[True]
-        for view in views:
-            if view not in slotted:
-                slotted[view] = self._read(every_row(view), [], None)
+        any_slotted = False
+        for view, slotted, few in parts_of(value):
+            any_slotted |= slotted
+            arrays = self._body.arrays[slotted]
+            if view in arrays or not few:
+                continue
+            rows = self._read(every_row(view), [], None, slotted)
+            arrays[view] = self._array(view, False) if rows is None else rows
         # No other use has a gradient, or the plan would have made the table dense.
-        return self._array(value, bool(views))
+        return self._array(value, any_slotted)
 
     def _array(self, value: Any, slotted: bool) -> Any:
         """The array behind a view, made of rows that have been read if it is slotted."""
@@ -215,16 +237,23 @@ class Runner(ViewWalk):
         self._rows = self._read(read, values, eqn.outvars[0].aval)
         return self._rows
 
-    def _read(self, read: RowRead, values: Values, aval: Aval | None) -> jax.Array:
+    def _read(
+        self, read: RowRead, values: Values, aval: Aval | None, slotted: bool = True
+    ) -> Any:
         def take(table: TableView, ids: RowIds, mode: Mode, fill_value: Any) -> jax.Array:
             site, slot = next(self._body.entries)
             assert site.leaf == table.leaf
             record = ids.record
+            if read.count_beside and site.leaf in (self._near or ()):
+                record = clipped_indices(ids.read, table.shape[0])
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
             split, slot = boundary.shardings_of(slot), boundary.drop_sharding(slot)
-            if site.leaf in self._taken:
-                rows = _fill_out_of_range(slot, record, read, table, ids)
+            if (site.leaf, True) in self._taken:
+                rows = slot
+                if read.mode == Mode.FILL_OR_DROP and read.is_direct:
+                    good = (record >= 0) & (record < table.shape[0])
+                    rows = filled(slot, good, read.fill_value)
             elif site.exchange is None:
                 rows = gathered_once(table.take(ids.read, mode, fill_value))
                 rows = slotted_p.bind(rows, slot)
@@ -236,21 +265,50 @@ class Runner(ViewWalk):
             self._body.indices.append(boundary.restore_sharding(record, split))
             return rows
 
-        tables = [self._leaves[leaf].aval for leaf in read.leaves]
+        tables = [self._leaves[table.leaf].aval for table, _ in reads_of(read.view)]
         mesh = boundary.explicit_mesh([aval, *tables])
         with boundary.with_auto_axes(mesh):
-            rows = read.output(boundary.drop_sharding(values), take)
+            if slotted:
+                how = take, self._plainly, self._beside
+                rows = read.output(boundary.drop_sharding(values), *how)
+            elif (rows := self._beside(read.view, _all(read.view))) is None:
+                return None
         split = boundary.shardings_of(tables[0] if aval is None else aval)
         if mesh is not None and aval is not None and aval.sharding.mesh.empty:
             split = NamedSharding(mesh, PartitionSpec())  # a sparse matrix has no mesh
         return boundary.restore_sharding(rows, split)
 
+    def _plainly(self, table: TableView, ids: RowIds) -> Any:
+        """Rows without a cotangent slot."""
+        site, slot = next(self._body.entries)
+        noted = None
+        if self._near is not None:
+            noted = ids.read.astype(site.index_dtype)
+            noted = boundary.restore_sharding(noted, boundary.shardings_of(slot))
+        self._body.indices.append(noted)
+        if (site.leaf, False) in self._taken:
+            return slot
+        return table.take(ids.read, "clip")
+
+    def _beside(self, view: View, ids: RowIds) -> Any:
+        """Rows of a view without slots; None if nobody asks which, or had some taken."""
+        plan, slots = next(self._body.entries)
+        taken = any((site.leaf, False) in self._taken for site in jax.tree.leaves(plan))
+        rows, noted = None, jax.tree.map(lambda _: None, plan)
+        if taken or self._near is not None:
+            rows_of = Reader(self._plainly, self._plainly).rows
+            rows, noted = self._inside(plan, slots, rows_of, view, ids)
+        self._body.indices.append(noted)
+        return rows
+
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         part = plan_part(eqn, operands, needs_grad, self._leaves)
-        if part.run is None:
-            part.run = _compiled(part.plan, eqn, needs_grad, self._leaves)
+        run = part.runs.get(self._near)
+        if run is None:
+            how = part.plan, eqn, needs_grad, self._leaves, self._near
+            run = part.runs[self._near] = _compiled(*how)
         _, slots = next(self._body.entries)
-        outputs, indices = part.run(operands, slots)
+        outputs, indices = run(operands, slots)
         self._body.indices.append(indices)
         return outputs
 
@@ -271,12 +329,14 @@ class Runner(ViewWalk):
 
     def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         plans, slots = next(self._body.entries)
+        every = self._near is not None
+        nowhere = lambda x, slot: _nowhere(x, slot) if x.graded or every else None  # noqa: E731
 
         def make(taken: int, branch: Callable[[], Any]) -> Callable[[SlotTree], Any]:
             def run(slots: SlotTree) -> tuple[Any, IndexTree]:
                 outputs, own = self._inside(plans[taken], slots[taken], branch)
                 indices = [
-                    own if i == taken else jax.tree.map(_nowhere, plans[i], slots[i])
+                    own if i == taken else jax.tree.map(nowhere, plans[i], slots[i])
                     for i in range(len(plans))
                 ]
                 return outputs, indices
@@ -315,23 +375,9 @@ class Runner(ViewWalk):
             self._body = outer
 
 
-def _fill_out_of_range(
-    rows: jax.Array, record: jax.Array, read: RowRead, table: TableView, ids: RowIds
-) -> jax.Array:
-    """Rows that were taken before the call, with what ids out of range read."""
-    height = table.shape[0]
-    in_range = (record >= 0) & (record < height)
-    if read.mode == Mode.FILL_OR_DROP and read.is_direct:
-        return filled(rows, in_range, read.fill_value)
-    if read.mode != Mode.PROMISE_IN_BOUNDS:
-        return rows
-    # They break a promise and read the edge: of the table, or of a view, where it may be
-    # any row.
-    at = jnp.array([0, max(height - 1, 0)]) if read.is_direct else ids.read
-    others = lax.stop_gradient(table.take(at, read.mode))
-    if read.is_direct:
-        others = jnp.where(per_row(ids.read < 0, rows), others[0], others[1])
-    return jnp.where(per_row(in_range, rows), rows, others)
+def _all(view: View) -> RowIds:
+    every = jnp.arange(view.shape[0], dtype=jnp.int32)
+    return RowIds((), every, every)
 
 
 def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
@@ -346,13 +392,17 @@ def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
 
 
 def _compiled(
-    plan: SiteTree, eqn: Equation, needs_grad: list[bool], leaves: dict[int, LeafSpec]
+    plan: SiteTree,
+    eqn: Equation,
+    needs_grad: list[bool],
+    leaves: dict[int, LeafSpec],
+    near: frozenset[int] | None,
 ) -> Callable[[Values, SlotTree], tuple[Values, IndexTree]]:
     """The jitted function from operands and slots of a part to outputs and row numbers."""
     equation = weak_equation(eqn)
 
     def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
-        runner = Runner(plan, slots, leaves)
+        runner = Runner(plan, slots, leaves, near=near)
         return runner.inside(equation(), operands, needs_grad), runner.indices
 
     run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles

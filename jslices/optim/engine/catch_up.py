@@ -170,7 +170,10 @@ def with_clock(
             new.append(decayed(mean, now, average).astype(mean.dtype))
         if before is not None:
             update = (before + update).astype(update.dtype)
-        return update, *new, *_now(step, snapshot, last, old)
+        # The clock waits for the gradient as well, before which all else has been read.
+        first = g.real.reshape(*last.shape, -1)[..., 0] if g.size else last
+        done = jnp.where(first > jnp.inf, last, step)
+        return update, *new, *_now(done, snapshot, last, old)
 
     return Partial(timed, missed)
 
@@ -332,7 +335,9 @@ def peeked(
     # As the step that follows numbers them, so that XLA finds that it reads and moves the
     # same rows, and does both once.
     indices = access.canonical_indices(behind.indices, num_rows)
-    if boundary.platform_of(*old) == "cpu":
+    if behind.facts.distinct:
+        numbers = None
+    elif boundary.platform_of(*old) == "cpu":
         indices, numbers, _ = number_by_first(indices, num_rows, len(indices), False)
         numbers = jnp.minimum(numbers, len(numbers) - 1)
     else:
@@ -340,6 +345,8 @@ def peeked(
     rows = _caught_up(kernel, [read_rows(x, indices, axes) for x in old])[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
+    if numbers is None:
+        return rows
     return access.take_rows(rows, numbers, mode="promise_in_bounds")
 
 

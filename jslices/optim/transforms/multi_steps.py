@@ -113,7 +113,7 @@ def multi_steps(
     ) -> tuple[PyTree, MultiStepsState]:
         """``update`` or ``apply`` of ``opt`` if a step is due, else ``wait``."""
         acc, due = buffers.gather(grads, state)
-        if opt.peeks:  # rows of earlier gradients may have been peeked at, and no more
+        if extra.get("peeked") is not None:  # so may have been rows of earlier gradients
             extra["peeked"] = True
 
         def step(params: Params, inner: State) -> tuple[PyTree, State]:

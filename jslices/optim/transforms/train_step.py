@@ -1,26 +1,29 @@
 """A whole training step: the rows that a loss reads, its gradient, and the optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jslices import tree
+from jslices._densify import UserLine
 from jslices._grad.api import differentiated
 from jslices._grad.call import (
     ExchangeSpec,
+    LeafSpec,
     SparseSpec,
     UserCall,
     check_callable,
     check_inputs,
 )
-from jslices._grad.ids import leaf_ids, rows_read
+from jslices._grad.ids import RowsRead, joined, leaf_ids, one_by_one
 from jslices._grad.plan import Planned, plan_call
+from jslices._grad.run import NO_PREFETCH, Prefetched
 from jslices._jax import is_symbolic
 from jslices._place.boundary import mesh_of, platform_of
-from jslices._place.hints import hint_once
-from jslices._slices import IndexedSlices
+from jslices._place.hints import HINT_BYTES, hint_once
+from jslices._rows.access import is_below
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.catch_up import CHUNK_ELEMENTS
 from jslices.optim.engine.protocol import GradientTransformation
@@ -100,8 +103,7 @@ def train_step(
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx))
 
-    catches_up, peeks = tx.catches_up, tx.peeks
-    if catches_up and not peeks:
+    if tx.catches_up and not tx.peeks:
         hint_once(
             "peek",
             "train_step got an optimizer without peek: its rows are written when they "
@@ -115,40 +117,84 @@ def train_step(
         call = UserCall(fun, 0, (params, *args), kwargs, has_aux)
         check_inputs(call, holomorphic=False, allow_int=False)
         planned = plan_call(call, sparse, exchange)
-        taken: dict[int, jax.Array] = {}
-        peeked: dict[str, PyTree] = {}
-        if catches_up:
-            rows, sources = rows_read(call, planned)
-            if any(sources):  # row numbers follow from these, which catch up before
-                whole = call.tree.unflatten(each or None for each in sources)
-                params, state = tx.catch_up(params, state, *whole)
-                call = call.at(params)
-                rows, _ = rows_read(call, planned)
-                rows = [None if each else x for each, x in zip(sources, rows, strict=True)]
-            aside = [peeks and _is_one_program(planned, i, x) for i, x in enumerate(rows)]
-            behind = [
-                None if y else x if peeks else _ids(x)
-                for x, y in zip(rows, aside, strict=True)
-            ]
-            # Also without any: that of others may see to a rate that has changed.
-            params, state = tx.catch_up(params, state, *call.tree.unflatten(behind))
-            call = call.at(params)
-            if any(aside):
-                some = [x if y else None for x, y in zip(rows, aside, strict=True)]
-                now = tx.peek(params, state, *call.tree.unflatten(some))
-                leaves = call.tree.flatten_up_to((now,))
-                taken = {i: x for i, x in enumerate(leaves) if x is not None}
-                (peeked["peeked"],) = call.tree.unflatten(aside)
-                whole = {i: taken.pop(i) for i in [*taken] if rows[i] is True}
-                read = (whole.get(i, p) for i, p in enumerate(call.primals))
-                call = call.at(*call.tree.unflatten(read))
+        taken, extra = NO_PREFETCH, {}
+        if tx.catches_up:
+            (params, state), call, taken, is_peeked = _up_to_date(
+                tx, planned, call, params, state
+            )
+            extra = {"peeked": call.mirror(is_peeked)} if tx.peeks else {}
         value, aux, (grads,) = differentiated(call, planned, taken=taken)
         if any(map(jnp.iscomplexobj, call.primals)):
             grads = tree.map(lambda g: g.conj(), grads)
-        params, state = tx.apply(grads, state, params, value=value, exact=True, **peeked)
+        params, state = tx.apply(grads, state, params, value=value, exact=True, **extra)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
+
+
+def _up_to_date(
+    tx: GradientTransformation,
+    planned: Planned,
+    call: UserCall,
+    params: Params,
+    state: State,
+) -> tuple[tuple[Params, State], UserCall, Prefetched, list[bool]]:
+    """What a call reads, after the steps that it has missed.
+
+    Parameters and state, in which some rows have caught up. The call of these, and of small
+    arrays that were peeked at instead; the rows of others that were; and for each array
+    whether it was.
+    """
+    every = range(len(planned.leaves))
+    may_peek = {i for i in every if tx.peeks and _is_one_program(planned, i)}
+    reads = RowsRead(call, planned, frozenset(every) - may_peek)
+    for i, line in reads.whole_lines.items():
+        _hint_of_a_whole_read(planned.leaves[i], line)
+    if reads.sources:  # row numbers follow from these, which catch up before
+        sources = call.mirror(i in reads.sources or None for i in every)
+        params, state = tx.catch_up(params, state, sources)
+        call = call.at(params)
+    whole = reads.whole - reads.sources
+    small = {i for i in whole if tx.peeks and _is_one_program(planned, i, whole=True)}
+    rows, others = reads.at(call.primals)
+    by_rows = {i for i in may_peek if not (rows[i] is None and others[i] is None)}
+
+    def behind(i: int) -> PyTree:
+        if i in small | by_rows:
+            return None
+        if i in whole:
+            return True
+        both = joined(rows[i], others[i])
+        return both if tx.peeks and rows[i] is not None else leaf_ids(both)
+
+    # Also without any: that of others may see to a rate that has changed.
+    params, state = tx.catch_up(params, state, call.mirror(map(behind, every)))
+    call = call.at(params)
+
+    def peek(wanted: Mapping[int, PyTree]) -> dict[int, jax.Array]:
+        if not wanted:
+            return {}
+        found = tx.peek(params, state, call.mirror(map(wanted.get, every)))
+        leaves = call.tree.flatten_up_to((found,))
+        return {i: x for i, x in enumerate(leaves) if x is not None}
+
+    now = peek(dict.fromkeys(small, True) | {i: rows[i] for i in by_rows})
+    alone = peek({i: one_by_one(others[i]) for i in by_rows if others[i] is not None})
+    taken = {(i, True): now.pop(i) for i in by_rows & now.keys()}
+    taken |= {(i, False): x for i, x in alone.items()}
+    call = call.at(call.mirror(now.get(i, p) for i, p in enumerate(call.primals)))
+    return (params, state), call, taken, [i in small | by_rows for i in every]
+
+
+def _hint_of_a_whole_read(leaf: LeafSpec, line: UserLine) -> None:
+    if is_below(HINT_BYTES, leaf.num_bytes):
+        hint_once(
+            ("whole", leaf.name, line),
+            f"{leaf} is used as a whole at {line}, without gradient, so that all of its "
+            "rows catch up in each step. Look up the rows that are needed, table[ids], or "
+            "compute that in a program of its own, after params, state = tx.flush(params, "
+            "state)",
+        )
 
 
 def _is_state(x: PyTree) -> bool:
@@ -177,12 +223,7 @@ def _not_ours(tx: object) -> str:
     return f"train_step wants an optimizer of jslices, got {got}; type {help}"
 
 
-def _ids(rows: IndexedSlices | bool | None) -> PyTree:
-    """What catches up of a leaf, as lookup_ids gives it."""
-    return leaf_ids(rows) if isinstance(rows, IndexedSlices) else rows
-
-
-def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | None) -> bool:
+def _is_one_program(planned: Planned, leaf: int, whole: bool = False) -> bool:
     """Whether XLA sees all that the call does to a small array or rows, on one device.
 
     Not those of a pass over the table: the missed steps of a row are read from the state
@@ -192,10 +233,13 @@ def _is_one_program(planned: Planned, leaf: int, rows: IndexedSlices | bool | No
     around = jax.sharding.get_abstract_mesh().explicit_axes
     if planned.eager or around or mesh_of(aval) is not None:
         return False
-    if not isinstance(rows, IndexedSlices):
-        return rows is True and aval.size <= CHUNK_ELEMENTS
-    count, num_rows = rows.indices.shape[0], planned.leaves[leaf].table_shape[0]
-    if rows.facts.placement is not None or is_symbolic(count + num_rows):
+    if whole:
+        return is_below(aval.size, CHUNK_ELEMENTS + 1)
+    sites = planned.sites_of(leaf)
+    count = sum(site.total for site in sites if site.graded)
+    if not sites or any(site.exchange for site in sites):
         return False
-    enough = entries_of_a_pass(num_rows, row_bytes, False, platform_of(aval))
-    return 0 < count < enough
+    num_rows = planned.leaves[leaf].table_shape[0]
+    if is_symbolic(num_rows + sum(site.total for site in sites)):
+        return False
+    return count < entries_of_a_pass(num_rows, row_bytes, False, platform_of(aval))
