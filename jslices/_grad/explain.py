@@ -20,7 +20,7 @@ from jslices._densify import (
 )
 from jslices._grad.call import ExchangeSpec, LeafSpec, SparseSpec, UserCall
 from jslices._grad.exchange_report import ExchangeReport, exchange_reports
-from jslices._grad.plan import DenseUse, Planned, plan_call
+from jslices._grad.plan import DenseUse, Planned, Site, plan_call
 from jslices._grad.rules import WIDEST_PACKED
 from jslices._jax import Source
 from jslices._place.hints import PerformanceHint
@@ -66,6 +66,10 @@ class LeafReport(NamedTuple):
       exchange: how rows are exchanged between devices, an :class:`ExchangeReport` to print;
         None if they are not, or XLA decides.
       row_axes: how many leading axes number the rows: 2 for ``[L, V, *D]``.
+      reads: the places that read rows without a gradient (behind ``stop_gradient``, for an
+        auxiliary result, to compare), which catch up too under an exact optimizer.
+      whole_line: the first line that needs the whole array where no gradient comes in:
+        under an exact optimizer all of its rows then catch up in every step.
     """
 
     path: str
@@ -84,6 +88,8 @@ class LeafReport(NamedTuple):
     unread: tuple[UserLine, ...] = ()
     exchange: ExchangeReport | None = None
     row_axes: int = 1
+    reads: tuple[LookupSite, ...] = ()
+    whole_line: UserLine | None = None
 
 
 class Explanation(NamedTuple):
@@ -273,18 +279,17 @@ def _bytes_of_step(leaf: LeafReport, state: Sequence[Any]) -> int:
 
 def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
     kind, use, dense_bytes = planned.kind(number), planned.dense.get(number), leaf.num_bytes
-    by_line: dict[UserLine, int] = {}
-    for site in planned.looked_up.get(number, []):
-        line = _jax.user_line(site.source)
-        by_line[line] = by_line.get(line, 0) + site.total
-    rows = sum(by_line.values())
+    lookups = _by_line(planned.looked_up.get(number, []))
+    quiet = [x for x in planned.sites_of(number) if not (x.graded or x.beside)]
+    whole = planned.no_grad.get(number)
+    rows = sum(site.rows for site in lookups)
     moved = min(rows * leaf.row_bytes, dense_bytes) if kind == "sparse" else dense_bytes
     return LeafReport(
         path=leaf.name,
         shape=tuple(leaf.aval.shape),
         dtype=str(leaf.aval.dtype),
         kind=kind,
-        lookups=tuple(LookupSite(*item) for item in by_line.items()),
+        lookups=lookups,
         rows=rows,
         sparse_bytes=planned.bytes_of_rows(number),
         dense_bytes=dense_bytes,
@@ -294,7 +299,17 @@ def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
         suggestion=None if use is None else instead_of(use),
         unread=_lines(planned.unread.get(number, [])),
         row_axes=leaf.row_axes,
+        reads=_by_line(quiet),
+        whole_line=None if whole is None else _line_of(whole),
     )
+
+
+def _by_line(sites: Sequence[Site]) -> tuple[LookupSite, ...]:
+    rows: dict[UserLine, int] = {}
+    for site in sites:
+        line = _jax.user_line(site.source)
+        rows[line] = rows.get(line, 0) + site.total
+    return tuple(LookupSite(*item) for item in rows.items())
 
 
 def _lines(sources: Sequence[Source]) -> tuple[UserLine, ...]:
@@ -440,6 +455,12 @@ def _notes(leaf: LeafReport, width: int = 98) -> list[str]:
     """Where an array is looked up, and what makes its gradient dense."""
     lines = [f"  looked up, {rows:,} rows: {_at_line(line)}" for line, rows in leaf.lookups]
     lines.extend(f"  looked up, but no rows: {_at_line(line)}" for line in leaf.unread)
+    lines.extend(
+        f"  read without gradient, {rows:,} rows: {_at_line(line)}"
+        for line, rows in leaf.reads
+    )
+    if leaf.whole_line is not None:
+        lines.append(f"  used whole without gradient: {_at_line(leaf.whole_line)}")
     if leaf.dense_line is not None:
         lines.append(f"  used whole ({leaf.dense_use}): {_at_line(leaf.dense_line)}")
         # An ordinary weight should have a dense gradient.

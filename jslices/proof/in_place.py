@@ -197,6 +197,7 @@ def _reasons(
     }
     for copy in copies:
         reasons = reasons or list(dict.fromkeys(_reads(module, copy, targets)))
+    reasons = reasons or _crossed(program, leaf)
     if guess and not reasons:
         reasons = list(dict.fromkeys(_elsewhere(module, copy) for copy in copies))
     return reasons
@@ -236,6 +237,21 @@ def _returned(program: Program, leaf: Leaf) -> list[str]:
                 "rows, a norm)"
             ]
     return []
+
+
+def _crossed(program: Program, leaf: Leaf) -> list[str]:
+    """A sentence if another result than its namesake is written into its memory."""
+    numbers = program.module.aliases.items()
+    paired = [program.outputs[n] for n, parameter in numbers if parameter == leaf.parameter]
+    own = _namesake(leaf, program.outputs)
+    if own is None or not paired or own in paired:
+        return []
+    return [
+        f"{paired[0].path} is written into its memory: JAX pairs donated arguments with "
+        "results of their shape as they come, and the step returns them in another order. "
+        "Let it take and return them in one: def step(params, state, *batch), which returns "
+        "(params, state, ...)"
+    ]
 
 
 def _same(module: Module, each: Instruction, index: int) -> Value | None:
@@ -288,8 +304,9 @@ def _instead(reader: Instruction) -> str:
     if "select_n" in reader.op_name:
         return "Choose between old and new by jax.lax.cond around the update, or by rows"
     return (
-        "Read the new value, or what you need of the old one in a jitted function of its "
-        "own, called before the step"
+        "Return what you need of the old one from the loss, as an auxiliary result "
+        "(has_aux=True of js.train_step and js.value_and_grad), which is read before rows "
+        "are written; or read the new value"
     )
 
 
