@@ -176,16 +176,16 @@ def with_clock(
 
 
 def stale_warning() -> None:
-    """Warn of a traced step of rows none of which has caught up.
+    """Warn of a traced step of rows that have not caught up, as far as is known.
 
     Its rows become NaN when they are stepped after a step that they missed.
     """
     warn_at_line(
         'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
-        "is traced, and no row has caught up by this tx: a row that misses a step becomes "
-        "NaN in the next that reads it. Type step = jax.jit(js.train_step(loss, tx)), "
-        "or, before the gradient is taken, params, state = tx.catch_up(params, state, ids)."
-        " Rows of a HostTable catch up by its tx, at that rate: step with the same one",
+        "is traced, and before it no row catches up by this tx: a row that misses a step "
+        "becomes NaN in the next that reads it. Type jax.jit(js.train_step(loss, tx)), or, "
+        "before the gradient is taken, params, state = tx.catch_up(params, state, ids). "
+        "Rows of a HostTable catch up by its tx, at that rate: step with the same one",
         category=UserWarning,
     )
 

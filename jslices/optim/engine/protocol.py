@@ -75,8 +75,8 @@ class GradientTransformation:
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
       peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
-      check: ``check(grads, state, peeked)``, which raises before a step, where values are
-        there to tell, what a program cannot.
+      check: called before each part, with its name and its arguments: it raises before a
+        step, where values are there to tell, what a program cannot.
       of_rows: see :meth:`of_rows`; None for what does not go by row numbers.
       averaged: see :func:`jslices.optim.params_ema`; None for all but optimizers.
 
@@ -110,6 +110,7 @@ class GradientTransformation:
         parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
         self._parts: dict[str, Any] = {**parts, "of_rows": of_rows, "averaged": averaged}
         self.init, self._plan, self.averaged = takes_tables()(init), plan, averaged
+        self.check: Any = check
         names = ("update", "apply", "catch_up", "flush", "peek")
         self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
         self._step = step or in_two(self.update)
@@ -150,7 +151,6 @@ class GradientTransformation:
         """A part, which ignores extra arguments that it does not name, as in Optax."""
         if (part := self._parts[name]) is None:
             return None
-        check = self._parts["check"] if name in ("update", "apply") else None
         parameters = inspect.signature(part).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -171,8 +171,8 @@ class GradientTransformation:
                 )
             if name in ("update", "apply"):
                 grads = _warned_of_complex(grads)
-            if check is not None:
-                check(grads, state, extra_args.get("peeked"))
+            if self.check is not None:
+                self.check(name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
             return part(grads, state, *args, **named)
 
