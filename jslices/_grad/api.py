@@ -31,6 +31,7 @@ from jslices._grad.run import (
     slots_for,
     without_dense_warning,
 )
+from jslices._place.hints import note_gradient
 from jslices._slices import IndexedSlices
 from jslices._typing import PyTree
 
@@ -230,7 +231,8 @@ def _linearize(
 
     ``pullback`` leads from the result's cotangent to the gradients.
     """
-    for i in range(len(planned.leaves)):
+    for i, leaf in enumerate(planned.leaves):
+        note_gradient(leaf.aval.shape)
         if planned.triggers_warning(i):
             report_dense(planned, i)
         elif planned.triggers_hint(i):

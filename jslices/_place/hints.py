@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jslices._place.boundary import (
     platform_of,
     row_major_p,
 )
-from jslices._typing import Aval, Leaf
+from jslices._typing import Aval, Leaf, Size
 
 # From glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -54,7 +54,8 @@ class PerformanceHint(UserWarning):
 
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
     faster, once for each table for which :func:`jslices.row_major` or other sizes would
-    help, and once for exact steps that write their rows twice. Silence it with
+    help or of which ``jax.grad`` gave the gradient, and once for exact steps that write
+    their rows twice. Silence it with
     ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
 
@@ -156,6 +157,25 @@ def hint_large_step(values: Aval) -> None:
         "as long as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start "
         f"of the program, or run it with {VARIABLE}=1 in the environment",
     )
+
+
+def note_gradient(shape: tuple[Size, ...]) -> None:
+    """Gradients of this shape need no hint: jslices takes them, or has warned of them."""
+    _hinted.add(("dense", shape))
+
+
+def hint_dense(grads: Sequence[Any]) -> None:
+    """Hints, once for its shape, at the largest of gradients of which none is rows."""
+    size = lambda x: 0 if _jax.is_symbolic(x.size) else x.nbytes  # noqa: E731
+    x = max((x for x in grads if getattr(x, "ndim", 0) > 1), key=size, default=None)
+    if x is not None and size(x) > HINT_BYTES:
+        hint_once(
+            ("dense", x.shape),
+            f"the gradient of {x.dtype}{list(x.shape)} is an array, as from jax.grad, and "
+            f"none is rows: a step moves all {human_bytes(x.nbytes)}, as Optax does. If it "
+            "is a table that is looked up, type jslices.value_and_grad for "
+            "jax.value_and_grad; in Keras model = jslices.keras.row_gradients(model)",
+        )
 
 
 def hint_rows(place: str, shape: tuple[int, ...], row_axes: int, *x: Aval) -> None:

@@ -18,6 +18,7 @@ from jslices._densify import warn_at_line
 from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten, takes_tables
 from jslices._place import boundary
+from jslices._place.hints import hint_dense
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, each_shard
@@ -170,7 +171,7 @@ class GradientTransformation:
                     "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
                 )
             if name in ("update", "apply"):
-                grads = _warned_of_complex(grads)
+                grads = _looked_at(grads)
             if self.check is not None:
                 self.check(name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
@@ -335,9 +336,13 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
         )
 
 
-def _warned_of_complex(grads: Gradients) -> Gradients:
+def _looked_at(grads: Gradients) -> Gradients:
     """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
-    leaves = jax.tree.leaves(grads, is_leaf=is_leaf)
+    masked = lambda x: isinstance(x, tuple) and not x  # noqa: E731
+    leaves = jax.tree.leaves(grads, is_leaf=lambda x: is_leaf(x) or masked(x))
+    # Of a share of the tree, in which `partition` leaves others out, nothing is known.
+    if not any(isinstance(g, IndexedSlices | tuple) for g in leaves):
+        hint_dense(leaves)
     if any(isinstance(g, IndexedSlices) and g.facts.unconjugated for g in leaves):
         warn_at_line(
             "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is "
