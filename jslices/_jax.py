@@ -135,10 +135,9 @@ def trace_state() -> object:
 
 def traces() -> list[Any]:
     """What is being traced, from the innermost on, by references; nothing if eager."""
-    trace, found = core.trace_ctx.trace, []
+    trace, found = core.trace_ctx.trace, list[Any]()
     while trace not in (None, core.eval_trace):
-        found.append(weakref.ref(trace))
-        trace = getattr(trace, "parent_trace", None)
+        found, trace = [*found, weakref.ref(trace)], getattr(trace, "parent_trace", None)
     return found
 
 

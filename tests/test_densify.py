@@ -281,7 +281,9 @@ PARTS = js.optim.partition({"rows": js.adagrad(0.1), "rest": js.sgd(0.1)}, LABEL
 def test_gradients_of_jax_are_noticed_where_the_optimizer_alone_is_ours(tx):
     """Once: nothing is wrong, but nothing is won."""
     (hint,) = hints(tx, jax.grad, looked_up)
-    said = r"float32\[7\d{4}, 64\] is an array, .* 17\.9 MB, .* type jslices.value_and_grad"
+    said = (
+        r"float32\[7\d{4}, 64\], as from jax.grad: .* 17\.9 MB, .* type jslices.value_and"
+    )
     assert re.search(said, str(hint.message)) and hint.filename == __file__
     assert not hints(tx, jax.grad, looked_up, rows=60_000)  # 15 MB
 

@@ -18,7 +18,6 @@ from jax import lax
 from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
-from jslices._densify import warn_at_line
 from jslices._jax import flatten, varying_axes
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
@@ -35,6 +34,15 @@ CHUNK_ELEMENTS = 1 << 18
 
 #: Minus this, the last step of a row that never moves.
 FROZEN = np.iinfo(np.int32).max
+
+#: Of a traced step of rows that have not caught up, as far as is known.
+STALE = (
+    'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") is '
+    "traced, and before it no row catches up by this tx: a row that misses a step becomes "
+    "NaN in the next that reads it. Type jax.jit(js.train_step(loss, tx)), or, before the "
+    "gradient is taken, params, state = tx.catch_up(params, state, ids). Rows of a "
+    "HostTable catch up by its tx, at that rate: step with the same one"
+)
 
 
 class Clock(NamedTuple):
@@ -173,21 +181,6 @@ def with_clock(
         return update, *new, *_now(step, snapshot, last, old)
 
     return Partial(timed, missed)
-
-
-def stale_warning() -> None:
-    """Warn of a traced step of rows that have not caught up, as far as is known.
-
-    Its rows become NaN when they are stepped after a step that they missed.
-    """
-    warn_at_line(
-        'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
-        "is traced, and before it no row catches up by this tx: a row that misses a step "
-        "becomes NaN in the next that reads it. Type jax.jit(js.train_step(loss, tx)), or, "
-        "before the gradient is taken, params, state = tx.catch_up(params, state, ids). "
-        "Rows of a HostTable catch up by its tx, at that rate: step with the same one",
-        category=UserWarning,
-    )
 
 
 def refuse_stale(

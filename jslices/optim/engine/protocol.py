@@ -340,8 +340,7 @@ def _looked_at(grads: Gradients) -> Gradients:
     """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
     masked = lambda x: isinstance(x, tuple) and not x  # noqa: E731
     leaves = jax.tree.leaves(grads, is_leaf=lambda x: is_leaf(x) or masked(x))
-    # Of a share of the tree, in which `partition` leaves others out, nothing is known.
-    if not any(isinstance(g, IndexedSlices | tuple) for g in leaves):
+    if not any(isinstance(g, IndexedSlices | tuple) for g in leaves):  # nor a part's
         hint_dense(leaves)
     if any(isinstance(g, IndexedSlices) and g.facts.unconjugated for g in leaves):
         warn_at_line(

@@ -11,6 +11,7 @@ import numpy as np
 from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, is_function, shown
+from jslices._densify import warn_at_line
 from jslices._jax import broadcast_prefix, flatten, is_staged, traces, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shardings_of
 from jslices._place.hints import (
@@ -292,15 +293,12 @@ class _RuleOnTrees:
         arrays = self._read(state, tree, leaves), self._kept(state, tree)
         return zip(kernels, behind, *arrays, strict=True)
 
-    def check(
-        self, name: str, tree: PyTree, state: State, *rest: PyTree, **extra_args: PyTree
-    ) -> None:
+    def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be.
 
-        Rows that caught up in what is traced, or around it, are those of this step. What
-        ran before a program it cannot tell: rows that caught up eagerly, or in a program
-        without a step, may be those of any step of an equal optimizer, and nothing is said
-        from then on. Unless all did: a flush outside of the program is taken for saving.
+        Rows that caught up in the same program, or around it, are those of the step. What
+        ran before a program it cannot tell: once rows caught up outside of any that steps,
+        nothing is said of equal optimizers. Unless all rows did, as to be saved.
         """
         around = traces() or [None]
         if name == "catch_up":
@@ -310,7 +308,7 @@ class _RuleOnTrees:
             return
         here = [x for x in around if x in self.caught_up]
         self.caught_up.update(dict.fromkeys(here, True))
-        grads, state, peeked = unboxed((tree, state, extra_args.get("peeked")))
+        grads, state, peeked = unboxed((tree, state, more.get("peeked")))
         check_state(state, self.state_type, self.fields)
         arrays = jax.tree.leaves((grads, state))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
@@ -325,7 +323,7 @@ class _RuleOnTrees:
         if not is_traced:
             exact.refuse_stale(leaves, last, state.count)
         elif any(map(is_slices, leaves)):
-            exact.stale_warning()
+            warn_at_line(exact.STALE, category=UserWarning)
 
     def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
