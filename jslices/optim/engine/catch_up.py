@@ -438,7 +438,7 @@ def averaging(rule: Rule, decay: float) -> Rule:
     if missed.decays and not any(isinstance(x, jax.core.Tracer) for x in rates):
         with jax.ensure_compile_time_eval():
             steps = jnp.unique(jnp.geomspace(1, 1e5, 400).astype(jnp.int32))
-            left = float(jnp.exp(jnp.min(missed.pace(steps, np.dtype("f4")))))
+            left = float(np.exp(missed.pace(steps, np.dtype("f4"))).min())
     if not left >= decay - 1e-6:  # nor NaN, where nothing would be left
         raise ValueError(
             f"params_ema wants rows that decay no faster than the average, in each of the "
