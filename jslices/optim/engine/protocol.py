@@ -171,7 +171,7 @@ class GradientTransformation:
                     "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
                 )
             if name in ("update", "apply"):
-                grads = _looked_at(grads)
+                grads = _looked_at(grads, "without_numbers" in extra_args)
             if self.check is not None:
                 self.check(name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
@@ -336,11 +336,11 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
         )
 
 
-def _looked_at(grads: Gradients) -> Gradients:
+def _looked_at(grads: Gradients, in_part: bool) -> Gradients:
     """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
     masked = lambda x: isinstance(x, tuple) and not x  # noqa: E731
     leaves = jax.tree.leaves(grads, is_leaf=lambda x: is_leaf(x) or masked(x))
-    if not any(isinstance(g, IndexedSlices | tuple) for g in leaves):  # nor a part's
+    if not (in_part or any(isinstance(g, IndexedSlices | tuple) for g in leaves)):
         hint_dense(leaves)
     if any(isinstance(g, IndexedSlices) and g.facts.unconjugated for g in leaves):
         warn_at_line(
