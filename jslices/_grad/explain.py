@@ -314,7 +314,7 @@ def report_dense(planned: Planned, number: int) -> None:
     if use is None:
         raise DenseUseError(
             f"sparse= asks for a sparse gradient of {leaf}, but only a floating array with "
-            "an axis has rows, 2**31 or more by jax_enable_x64; leave it out of sparse="
+            "at least one axis has rows, 2**31 or more by jax_enable_x64; leave it out"
         )
     line = _line_of(use)
     if leaf.mode is True:
