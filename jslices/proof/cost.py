@@ -193,7 +193,7 @@ def _read(module: Module, value: Instruction) -> int:
             first = user.operands[0] == x.name
             alike = user.opcode in _BY_ELEMENT and user.arrays[0].dims == x.arrays[0].dims
             if alike or user.opcode == "bitcast":
-                values += [user][user in values :]
+                values += [user] if user not in values else []
                 made |= {user.name} if alike or x.name in made else set()
             elif first and user.opcode in _READ_BY_ROWS:
                 total += _size(user) * size // (_size(x) or 1)
