@@ -140,7 +140,7 @@ def main(arguments=None):
             seconds[name].append(time.perf_counter() - begin)
     results = [step(hidden, words) for step in steps.values()]
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(b).max())
     print(
         f"logits of {4 * options.tokens * options.words / 1e6:,.1f} MB; same values, and:"
     )

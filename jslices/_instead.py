@@ -18,6 +18,9 @@ def instead_of_optax() -> str | None:
     """What to type for the innermost transformation of Optax that is running, if any."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         name, is_update, _ = frame.f_code.co_qualname.partition(".<locals>.update")
+        caller = frame.f_back.f_code.co_qualname if frame.f_back else ""
+        if caller.startswith("partition.<locals>"):  # which is made of ``masked``
+            continue
         if is_update and frame.f_globals.get("__name__", "").startswith("optax."):
             ours, scaled = sys.modules["jslices.optim"], name.removeprefix("scale_by_")
             if name in _OF_OPTAX or hasattr(ours, name):

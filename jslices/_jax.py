@@ -10,6 +10,7 @@ import functools
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -130,6 +131,14 @@ def is_staged() -> bool:
 def trace_state() -> object:
     """What is being traced: equal as long as it is the same, or nothing, in eager mode."""
     return None if core.trace_ctx.trace is None else get_opaque_trace_state()
+
+
+def traces() -> list[Any]:
+    """What is being traced, from the innermost on, by references; nothing if eager."""
+    trace, found = core.trace_ctx.trace, list[Any]()
+    while trace not in (None, core.eval_trace):
+        found, trace = [*found, weakref.ref(trace)], getattr(trace, "parent_trace", None)
+    return found
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """The warning names the user's line, can be filtered, and can be made fatal."""
 
+import itertools
+import re
 import sys
 import traceback
 import types
@@ -8,6 +10,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jslices as js
@@ -227,3 +230,89 @@ def test_a_line_of_a_notebook_goes_by_its_cell(file, monkeypatch):
 def test_a_line_goes_by_its_file_where_ipython_is_half_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace())
     assert f"{__file__}:" in str(js.explain(lambda t: (t[IDS] @ t.T).sum())(TABLE))
+
+
+# --- Gradients of JAX, and an optimizer of ours -----------------------------------------
+
+#: Rows of a table; of two tables one is told.
+NUMBERS = itertools.count(70_000)
+LABELS = {"table": "rows", "rest": "rest"}
+
+
+def hints(tx, grad, loss, rows=None):
+    """Those of a step that is traced twice, of two arrays of 18 MB unless ``rows`` says."""
+    shapes = {k: ((rows or next(NUMBERS)), 64) for k in LABELS}
+    params = {k: jax.ShapeDtypeStruct(shape, "float32") for k, shape in shapes.items()}
+    state = jax.eval_shape(tx.init, params)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step = lambda p, s: tx.update(grad(loss)(p), s, p)  # noqa: E731
+            jax.eval_shape(step, params, state)
+    kinds = [w for w in caught if issubclass(w.category, js.optim.PerformanceHint)]
+    return [w for w in kinds if "no gradient came as rows" in str(w.message)]
+
+
+def looked_up(params):
+    return (params["table"][IDS] * params["rest"][:2]).sum()
+
+
+def tied(params):
+    return looked_up(params) + params["table"].sum()
+
+
+def both_found(params):
+    return sum(js.embedding_lookup(x, IDS).sum() for x in params.values())
+
+
+PARTS = js.optim.partition({"rows": js.adagrad(0.1), "rest": js.sgd(0.1)}, LABELS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        js.sgd(0.1),
+        js.optim.chain(js.optim.clip(1.0), js.sgd(0.1)),
+        PARTS,
+        optax.chain(optax.clip(1.0), js.sgd(0.1)),
+        js.from_optax(optax.sgd(0.1)),
+    ],
+    ids=["alone", "chain", "partition", "in Optax", "of Optax"],
+)
+def test_gradients_of_jax_are_noticed_where_the_optimizer_alone_is_ours(tx):
+    """Once: nothing is wrong, but nothing is won."""
+    (hint,) = hints(tx, jax.grad, looked_up)
+    said = (
+        r"float32\[7\d{4}, 64\], as from jax.grad: .* 17\.9 MB, .* type jslices.value_and"
+    )
+    assert re.search(said, str(hint.message)) and hint.filename == __file__
+    assert not hints(tx, jax.grad, looked_up, rows=60_000)  # 15 MB
+
+
+@pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
+def test_gradients_that_are_arrays_on_purpose_or_by_parts_are_not_noticed():
+    def dense(loss):
+        return js.grad(loss, sparse=False)
+
+    def by_both(loss):
+        """Of the table by jslices, of the rest by JAX."""
+
+        def grad(params):
+            rows = js.grad(lambda table: loss(params | {"table": table}))(params["table"])
+            return {"table": rows, "rest": jax.grad(loss)(params)["rest"]}
+
+        return grad
+
+    def converted(loss):
+        return lambda params: js.tree.map(lambda g: g.to_dense(), js.grad(loss)(params))
+
+    sgd = js.sgd(0.1)
+    assert not hints(sgd, js.grad, looked_up)
+    assert not hints(sgd, dense, looked_up)
+    assert not hints(sgd, js.grad, tied)
+    assert not hints(sgd, converted, both_found)
+    assert not hints(sgd, jax.grad, both_found)  # of which there is a warning
+    assert not hints(PARTS, by_both, looked_up)
+    many = lambda params: (params["table"][jnp.arange(65_000)] * 2.0).sum()  # noqa: E731
+    assert not hints(js.from_optax(optax.chain(js.sgd(0.1))), js.grad, many, rows=70_000)
+    assert hints(sgd, jax.grad, tied)

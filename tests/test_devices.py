@@ -291,6 +291,32 @@ def test_the_cost_of_a_program_that_runs_here():
     assert 8 * 256 * 4 < cost.accessed_bytes < 20 * 8 * 256 * 4
 
 
+def cast(table, ids):
+    return table.astype(jnp.bfloat16)[ids]
+
+
+def scaled(table, ids):
+    return jax.nn.relu(table * 3)[ids]
+
+
+@pytest.mark.parametrize(("look_up", "itemsize"), [(cast, 2), (scaled, 4)])
+@pytest.mark.parametrize("device", [None, pytest.param("h100", marks=pytest.mark.devices)])
+def test_rows_of_what_is_made_of_a_table_where_they_are_read(look_up, itemsize, device):
+    """And all of it if all is needed as well."""
+    table, ids = S((100_000, 64), jnp.float32), S((16,), jnp.int32)
+
+    def accessed(step):
+        if device is not None:
+            return cost_on(device, step, table, ids).accessed_bytes
+        return cost_of(as_users(step).lower(table, ids).compile()).accessed_bytes
+
+    assert accessed(look_up) == 16 * 64 * (4 + itemsize) + 16 * 4
+    both = accessed(lambda *args: (look_up(*args), (args[0] * 3 + 1).sum()))
+    assert both - accessed(look_up) > table.size * 4
+    written = accessed(lambda table, ids: (table * 3).at[ids].add(1.0))
+    assert written >= 2 * table.size * 4
+
+
 @pytest.mark.devices
 @pytest.mark.parametrize("device", ["v5e:2x4", "h100:8", *slowly("v6e:2x4")])
 def test_collectives_of_a_device(device):

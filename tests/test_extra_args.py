@@ -1,6 +1,7 @@
 """Extra arguments of `update`, strict dtypes, and exact steps that do not catch up."""
 
 import functools
+import itertools
 import warnings
 
 import jax
@@ -162,15 +163,22 @@ def loss(params, ids):
 
 
 def warned(tx, step):
-    """Of a step that is traced twice: the files of the warnings."""
-    params = {"table": np.ones((6, 2), np.float32), "mix": np.ones(2, np.float32)}
-    state = tx.init(params)
+    """Of a step that is traced twice: the files of the warnings, one for each line."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         for _ in range(2):
-            jax.eval_shape(lambda *args: step(tx, *args), params, state, IDS)
+            traced(tx, step)
     assert all("train_step(loss, tx)" in str(w.message) for w in caught)
     return [w.filename for w in caught]
+
+
+def traced(tx, step):
+    jax.eval_shape(functools.partial(step, tx), *started(tx), IDS)
+
+
+def started(tx):
+    params = {"table": np.ones((6, 2), np.float32), "mix": np.ones(2, np.float32)}
+    return params, tx.init(params)
 
 
 def by_rows(tx, params, state, ids):
@@ -181,9 +189,12 @@ def by_arrays(tx, params, state, ids):
     return tx.apply(jax.grad(loss)(params, ids), state, params)
 
 
+def catching_up(tx, params, state, ids):
+    return tx.catch_up(params, state, {"table": ids, "mix": None})
+
+
 def by_hand(tx, params, state, ids):
-    params, state = tx.catch_up(params, state, {"table": ids, "mix": None})
-    return by_rows(tx, params, state, ids)
+    return by_rows(tx, *catching_up(tx, params, state, ids), ids)
 
 
 def by_exact_step(tx, params, state, ids):
@@ -212,3 +223,75 @@ def test_steps_that_do_not_catch_up_are_warned_of():
         js.amsgrad(0.0123, untouched="exact"),
     ):
         assert warned(tx, by_rows) == [__file__]
+
+
+def in_a_branch(tx, params, state, ids):
+    params, state = catching_up(tx, params, state, ids)
+    grads = js.grad(loss)(params, ids)
+    step = lambda now: tx.apply(grads, *now[::-1])  # noqa: E731
+    return jax.lax.cond(js.all_finite(grads), step, lambda now: now, (params, state))
+
+
+def in_a_loop(tx, params, state, ids):
+    body = lambda now, ids: (by_hand(tx, *now, ids), None)  # noqa: E731
+    return jax.lax.scan(body, (params, state), ids[None])[0]
+
+
+def several(tx, params, state, ids):
+    for _ in range(2):
+        params, state = by_hand(tx, params, state, ids)
+    return params, state
+
+
+def in_wrappers(tx, params, state, ids):
+    parts = js.optim.partition({0: tx, 1: js.sgd(0.1)}, {"table": 0, "mix": 1})
+    first = {"table": lambda rows: rows < 1, "mix": None}
+    tx = js.optim.chain(js.optim.clip(1.0), js.optim.freeze_rows(parts, first))
+    return by_exact_step(tx, params, tx.init(params), ids)
+
+
+COUNT = itertools.count()
+
+
+def makes_its_own():
+    """A function that makes equal optimizers, which are none of another test."""
+    return functools.partial(js.sgd, 1e-3 + 1e-6 * next(COUNT), 0.9, untouched="exact")
+
+
+@pytest.mark.parametrize(
+    "step", [by_exact_step, by_hand, flushing, in_a_branch, in_a_loop, several, in_wrappers]
+)
+def test_a_program_that_catches_up_does_not_silence_another_one(step):
+    make = makes_its_own()
+    assert warned(make(), step) == []
+    assert warned(make(), by_rows) == [__file__]
+    assert warned(make(), step) == []
+
+
+def test_steps_outside_of_jit_silence_no_program_nor_does_saving():
+    make = makes_its_own()
+    tx = make()
+    params, state, _ = by_exact_step(tx, *started(tx), IDS)
+    tx.flush(params, state)
+    assert warned(make(), by_rows) == [__file__]
+
+
+@pytest.mark.parametrize("outside", ["eager", "in a program of its own"])
+def test_rows_may_catch_up_outside_of_the_program_that_steps(outside):
+    tx = makes_its_own()()
+    if outside == "eager":
+        catching_up(tx, *started(tx), IDS)
+    else:
+        traced(tx, catching_up)
+    assert warned(tx, by_rows) == []
+
+
+def test_rows_that_were_peeked_at_are_behind_unless_the_step_is_told():
+    def peeking(peeked, tx, params, state, ids):
+        tx.peek(params, state, {"table": ids, "mix": None})
+        grads = js.grad(loss)(params, ids)
+        return tx.apply(grads, state, params, peeked=peeked)
+
+    tx = makes_its_own()()
+    assert warned(tx, functools.partial(peeking, True)) == []
+    assert warned(tx, functools.partial(peeking, False)) == [__file__]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, fast_jit
+from helpers import as_users, assert_close, fast_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +46,22 @@ def test_overflow_in_the_sum_only():
     assert not js.all_finite(js.IndexedSlices(rows, jnp.array([1, 1])))
     largest = jnp.full((2, 1), jnp.finfo(jnp.float32).max)
     assert not js.all_finite(js.IndexedSlices(largest, jnp.array([1, 1]), (V, 1)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_nan_among_many_numbers_is_noticed(dtype):
+    """XLA:CPU leaves it out of maxima of 4,096 numbers (jaxlib 0.10.2 to 0.12.0.1)."""
+    rows = np.zeros((700, 8), dtype)
+    rows[300, 3] = np.nan
+    slices = js.IndexedSlices(rows, np.arange(700), (1000, 8))
+
+    @as_users
+    def noticed(rows, slices):
+        largest = js.scatter_max(jnp.zeros((1, 8), dtype), jnp.zeros(700, int), rows)
+        norms = js.global_norm(rows), js.global_norm(slices), largest[0, 3]
+        return [js.all_finite(x) for x in (rows, slices, *norms)]
+
+    assert not any(noticed(rows, slices))
 
 
 def test_empty_entries_other_leaves_and_batches():

@@ -173,7 +173,11 @@ FOREIGN = {
     "eqx.apply_updates": (lambda g: equinox().apply_updates(PARAMS, g), MAPS),
     "optax.partition": (
         lambda g: step(optax.partition({"a": ADAM}, labels("a")), g),
-        "jslices.optim.masked for optax.masked",
+        "jslices.optim.partition for optax.partition",
+    ),
+    "optax.partition in a chain": (
+        lambda g: step(js.optim.chain(optax.partition({"a": ADAM}, labels("a"))), g),
+        "jslices.optim.partition for optax.partition",
     ),
     "optax.masked": (
         lambda g: step(optax.masked(ADAM, labels(True)), g),

@@ -34,7 +34,7 @@ def test_statistics():
         tf.Variable(tf.random_uniform([20_000], -1, 5), name="uniform")
         tf.Variable(tf.random_uniform([20_000], -2, 3, "int32"), name="whole")
 
-    drawn = fast_jit(tf.transform(model).init)(KEY)
+    drawn = jax.device_get(dict(fast_jit(tf.transform(model).init)(KEY)))
     wanted = {"normal": (3, 2), "truncated": (3, 2 * 0.8796), "uniform": (2, 6 / 12**0.5)}
     for name, (mean, std) in wanted.items():
         assert abs(drawn[name].mean() - mean) < 0.06 and abs(drawn[name].std() - std) < 0.05
@@ -197,7 +197,7 @@ def test_with_the_value_of_another_variable():
     variables = model.init(KEY)
     assert equal(variables["twice"], 2 * variables["w"])
     for name in ("near", "nearer"):
-        assert 0 < abs(variables[name] - variables["w"]).min() < 3
+        assert 0 < np.abs(variables[name] - variables["w"]).min() < 3
     assert not equal(variables["near"], variables["nearer"])
     _, after = model.apply(variables.replace({"w": jnp.zeros(4)}))
     assert equal(after["twice"], variables["twice"])
@@ -217,7 +217,7 @@ def test_any_function_within_a_function():
 
     model = tf.transform(model)
     variables = model.init(KEY)
-    assert variables["a"].min() > 0 and equal(variables["c"][:4], -variables["c"][4:])
+    assert (variables["a"] > 0).all() and equal(variables["c"][:4], -variables["c"][4:])
     again = tf.initialize_all_variables(model.abstract_init(), KEY)
     for name in variables:
         assert equal(again[name], variables[name])

@@ -175,10 +175,61 @@ def test_tables_that_are_used_as_wholes_too_are_dense_and_warn():
     assert_close(grad, jax.grad(tied)(TABLE), rtol=1e-5)
 
 
-def test_more_rows_than_an_index_holds():
-    table = jax.ShapeDtypeStruct((2**8, 2**24, 2), jnp.float32)
-    with pytest.raises(ValueError, match="jax_enable_x64"):
-        js.explain(lambda t: t[3, jnp.array([5])].sum())(table)
+def of_numbers_apart(tables, layers, ids):
+    return (tables[layers, ids] ** 2).sum()
+
+
+def of_a_layer_each(tables, layers, ids):
+    return (lax.map(lambda layer: tables[layer][ids], layers) ** 2).sum()
+
+
+def of_the_first(tables, layers, ids):
+    return (tables[0, ids] ** 2).sum()
+
+
+def of_one_layer(tables, layers, ids):
+    return (tables[layers[0], ids] ** 2).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*2..31 rows or more by jax_enable_x64")
+@pytest.mark.parametrize(
+    ("loss", "count", "coarse"),
+    [
+        (of_numbers_apart, 8, 0),
+        (of_a_layer_each, 8, 8),
+        (of_a_layer_each, 100, 0),  # more bytes than the array has
+        (of_one_layer, 8, 1),
+        (of_the_first, 8, 0),
+    ],
+)
+def test_rows_that_32_bits_cannot_number_are_coarser_or_dense(loss, count, coarse):
+    """JAX takes the program, and so does jslices."""
+    tables = jax.ShapeDtypeStruct((64, 40_000_000, 4), jnp.float32)
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    grad = jax.jit(js.grad(loss)).trace(tables, ids, ids).out_info
+    (leaf,) = js.explain(loss)(tables, ids, ids).leaves
+    assert leaf.kind == ("sparse" if coarse else "dense")
+    if coarse:
+        assert (grad.row_axes, grad.indices.shape) == (1, (coarse,))
+        assert grad.indices.dtype == jnp.int32
+    else:
+        assert (grad.shape, grad.dtype) == (tables.shape, tables.dtype)
+    with jax.enable_x64(True):
+        wide = jax.eval_shape(js.grad(loss), tables, ids, ids)
+        assert wide.row_axes == 2 and wide.indices.dtype == jnp.int64
+        assert jax.eval_shape(jax.grad(loss), tables, ids, ids).shape == tables.shape
+
+
+def test_rows_that_32_bits_cannot_number_are_refused_where_they_are_insisted_on():
+    table = jax.ShapeDtypeStruct((2**31, 4), jnp.float32)
+    first = lambda table: (table[3] ** 2).sum()  # noqa: E731
+    assert jax.eval_shape(js.grad(first), table).shape == table.shape
+    with pytest.raises(
+        js.DenseUseError, match=r"of table.*2\*\*31 or more by jax_enable_x64"
+    ):
+        jax.eval_shape(js.grad(first, sparse=True), table)
+    with jax.enable_x64(True):
+        assert jax.eval_shape(js.grad(first), table).indices.dtype == jnp.int64
 
 
 def test_row_numbers_that_need_64_bits():

@@ -129,7 +129,7 @@ def test_a_filter_is_shared():
     for factor, result in zip((1, 2), results, strict=True):
         wanted = fast_jit(filtered)(factor * IMAGE, *variables.values())
         np.testing.assert_allclose(result, wanted, rtol=1e-5)
-        assert float(result.max()) > 0
+        assert (result > 0).any()
 
 
 OWN = ["conv1_weights", "conv1_biases", "conv2_weights", "conv2_biases"]
@@ -145,7 +145,7 @@ def test_the_filters_with_variables_of_their_own(texts):
     for result, image, names in zip(results, images.values(), sets, strict=True):
         wanted = fast_jit(filtered)(image, *(variables[name] for name in names))
         np.testing.assert_allclose(result, wanted, rtol=1e-5)
-        assert float(result.max()) > 0
+        assert (result > 0).any()
     variables = {name: np.asarray(array) for name, array in variables.items()}
     weights = [variables[name] for name in variables if "weights" in name]
     for array in weights:  # 300 or 400 normal numbers, no two arrays the same ones

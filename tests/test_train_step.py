@@ -584,6 +584,10 @@ def test_refuses_what_is_no_loss_and_no_optimizer():
         js.train_step(3, EXACT)
     for tx, instead in (
         (optax.adam(0.1), r"got optax.chain; type jslices\.adam for optax.adam"),
+        (
+            optax.partition({0: LAZY}, lambda p: jax.tree.map(lambda x: 0, p)),
+            r"got optax.partition; type jslices\.optim\.partition$",
+        ),
         (optax.apply_if_finite(LAZY, 3), r"lax\.cond with jslices\.all_finite"),
         (optax.inject_hyperparams(js.adam)(0.1), "with rate as an argument"),
         (optax.scale_by_adam(), r"got Gradient.*jslices\.from_optax"),

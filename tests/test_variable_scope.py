@@ -452,7 +452,7 @@ def test_the_default_initializer_is_glorot_uniform_or_zeros():
     def model():
         w = tf.get_variable("w", [300, 500])
         bound = (6 / 800) ** 0.5
-        assert bound * 0.99 < abs(w[...]).max() < bound
+        assert bound * 0.99 < np.abs(w[...]).max() < bound
         assert not tf.get_variable("n", [2], jnp.int32).value().any()
 
     tf.transform(model).init(KEY)

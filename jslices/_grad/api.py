@@ -31,6 +31,7 @@ from jslices._grad.run import (
     slots_for,
     without_dense_warning,
 )
+from jslices._place.hints import hinted
 from jslices._rows import access
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import PyTree
@@ -55,6 +56,8 @@ def value_and_grad(
     number of rows read, duplicates counted. Untouched rows do not appear. Arrays that
     receive no gradient (unused, looked up with no ids, behind ``stop_gradient``) get no
     rows: K is 0, and a lazy optimizer leaves them. Every other gradient is what JAX gives.
+    If int32 cannot number rows, as those of ``[64, 40_000_000, 4]`` in ``tables[l, ids]``,
+    coarser ones are taken, or JAX's gradient; int64 can, with ``jax_enable_x64``.
 
     ``fun`` is traced as under ``jax.jit``: its control flow may not depend on values.
 
@@ -276,7 +279,8 @@ def _linearize(
 
     ``pullback`` leads from the result's cotangent to the gradients.
     """
-    for i in range(len(planned.leaves)):
+    for i, leaf in enumerate(planned.leaves):
+        hinted.add(("dense", leaf.aval.shape))
         if planned.triggers_warning(i):
             report_dense(planned, i)
         elif planned.triggers_hint(i):

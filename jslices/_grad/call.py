@@ -23,7 +23,7 @@ from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
 from jslices._grad.views import TableView, View, folded
 from jslices._jax import Program, broadcast_prefix
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
-from jslices._rows.access import is_below, rows_numbered
+from jslices._rows.access import INT32_MAX, is_below, rows_numbered
 from jslices._typing import Aval, PyTree
 
 #: What ``sparse=`` says of one array: True insists on rows, False on a dense gradient,
@@ -308,7 +308,10 @@ class LeafSpec:
 
     @functools.cached_property
     def may_be_sparse(self) -> bool:
-        return self.has_rows and self.mode is not False
+        """Whether there are rows, not unwanted, and integers hold their numbers."""
+        wide = jax.config.read("jax_enable_x64")
+        wanted = self.has_rows and self.mode is not False
+        return wanted and (wide or not is_below(INT32_MAX, self.table_shape[0]))
 
     @functools.cached_property
     def table_shape(self) -> tuple[int, ...]:

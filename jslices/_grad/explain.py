@@ -328,8 +328,8 @@ def report_dense(planned: Planned, number: int) -> None:
     leaf, use = planned.leaves[number], planned.dense.get(number)
     if use is None:
         raise DenseUseError(
-            f"sparse= asks for a sparse gradient of {leaf}, but only a floating "
-            "array with at least one axis has rows; leave it out of sparse="
+            f"sparse= asks for a sparse gradient of {leaf}, but only a floating array with "
+            "at least one axis has rows, 2**31 or more by jax_enable_x64; leave it out"
         )
     line = _line_of(use)
     if leaf.mode is True:
@@ -381,8 +381,8 @@ _REPLICATED = (
     "jslices.all_reduce_slices(slices, axis, 'sum')"
 )
 _WHOLE_ROWS = (
-    "look up whole rows of a table [V, D], table[ids][..., columns]; single numbers, "
-    "t[i, j], of a parameter that is kept flat, t.reshape(-1), as t[i * n + j]"
+    "look up whole rows of a table [V, D], table[ids][..., columns]; single numbers, t[i, "
+    "j], of one that is kept flat, as t[i * n + j]; 2**31 rows or more by jax_enable_x64"
 )
 _AFTER = "apply the function after the lookup, f(table[ids]), not before or around it"
 #: Uses that make a gradient dense, by primitive, and what to write instead. Any other

@@ -36,7 +36,7 @@ from jslices._grad.views import Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation, Program, Source
 from jslices._place.boundary import explicit_mesh
-from jslices._rows.access import INT32_MAX, index_dtype, is_below
+from jslices._rows.access import index_dtype, is_below
 
 #: The name of a product with a one-hot array that is not read as rows.
 ONE_HOT = "one_hot"
@@ -160,7 +160,7 @@ class Planned(NamedTuple):
         """
         forced = self.leaves[leaf].mode is True
         if leaf not in self.dense:
-            return forced and not self.leaves[leaf].has_rows
+            return forced and not self.leaves[leaf].may_be_sparse
         lookups = self.looked_up.get(leaf) or self.unread.get(leaf)
         if self.dense[leaf].what in _PICKS_ELEMENTS and self.leaves[leaf].is_small:
             lookups = self.looked_up.get(leaf)
@@ -236,9 +236,10 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
     for plan in by_rows[1:]:
         if is_below(plan.bytes_of_rows(number), best.bytes_of_rows(number)):
             best = plan
-    # If rows are as large as the array, it is also looked up by finer rows and used as a
-    # whole: the user is told, as for any table used so.
-    mixed = [x for x in plans if x.kind(number) == "dense" and x.looked_up.get(number)]
+    # If rows are as large as the array, and numbers of finer ones do not fit, it is dense;
+    # or it is looked up by finer ones and used as a whole: the user is told.
+    told = lambda x: x.looked_up.get(number) or not x.leaves[number].may_be_sparse  # noqa: E731
+    mixed = [x for x in plans if x.kind(number) == "dense" and told(x)]
     if mixed and leaf.mode is None and best.rows_are_larger(number):
         return mixed[0]
     return best
@@ -249,11 +250,6 @@ def _may_have_finer_rows(planned: Planned, number: int) -> bool:
     leaf, use = planned.leaves[number], planned.dense.get(number)
     if leaf.aval.ndim < leaf.row_axes + 2 or planned.kind(number) == "unused":
         return False
-    finer = dataclasses.replace(leaf, row_axes=leaf.row_axes + 1).table_shape[0]
-    no_room = is_below(INT32_MAX, finer) and not jax.config.read("jax_enable_x64")
-    if no_room and planned.kind(number) == "sparse":
-        # Their numbers may not fit; an error says so, unless these rows do.
-        return planned.rows_are_larger(number)
     is_layer = use is not None and use.what in _PRODUCTS and not use.of_product
     return leaf.may_be_sparse and not is_layer
 

@@ -8,6 +8,7 @@ from jax.interpreters import ad, batching
 
 from jslices._densify import UserLine, human_bytes, warn_at_line
 from jslices._jax import identity_primitive
+from jslices._place.hints import hinted
 
 #: True where a dense gradient of a marked table is intended: no warning.
 dense_is_intended = contextvars.ContextVar("jslices_dense_is_intended", default=False)
@@ -33,6 +34,7 @@ def _transpose(cotangent: Any, table: Any, *, num_ids: int, line: UserLine) -> t
             "looked up; jslices.grad and jslices.value_and_grad give those rows only",
             line,
         )
+        hinted.add(("dense", cotangent.shape))
     return (cotangent,)
 
 

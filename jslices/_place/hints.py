@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -45,25 +45,25 @@ VARIABLE = "JSLICES_KEEP_MEMORY"
 
 #: Of large steps on a CPU whose memory is not kept.
 _MEMORY = "memory"
-#: What there was a hint about, or needs none.
-_hinted: set[Hashable] = set()
+#: What there was a hint about, or needs none: ("dense", shape), gradients of jslices.
+hinted: set[Hashable] = set()
 
 
 class PerformanceHint(UserWarning):
     """A program is right, but one line would make it faster: the text says which.
 
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
-    faster, once for each table for which :func:`jslices.row_major` or other sizes would
-    help, and once for exact steps that write their rows twice. Silence it with
-    ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
+    faster, once for each table for which :func:`jslices.row_major`, other sizes or
+    :func:`jslices.grad` would help, and once for exact steps that write their rows twice.
+    Silence it: ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
 
 
 def hint_once(what: Hashable, message: str) -> None:
     """Issues a hint at the user's line, the first time that it is about ``what``."""
-    if what in _hinted:
+    if what in hinted:
         return
-    _hinted.add(what)
+    hinted.add(what)
     warn_at_line(message, category=PerformanceHint)
 
 
@@ -115,7 +115,7 @@ def keep_memory() -> None:
     for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
         if not mallopt(parameter, value):
             raise RuntimeError(f"mallopt({parameter}, {value}) was refused")
-    _hinted.add(_MEMORY)
+    hinted.add(_MEMORY)
 
 
 def keep_memory_if_set() -> None:
@@ -144,7 +144,7 @@ def hint_large_step(values: Aval) -> None:
 
     ``values`` are those of its gradient, of ``HINT_BYTES`` or more.
     """
-    if _MEMORY in _hinted or platform_of(values) != "cpu":
+    if _MEMORY in hinted or platform_of(values) != "cpu":
         return
     large_pages = re.search(r"malloc\.hugetlb=[12]", os.environ.get("GLIBC_TUNABLES", ""))
     if large_pages or platform.libc_ver()[0] != "glibc":
@@ -156,6 +156,19 @@ def hint_large_step(values: Aval) -> None:
         "as long as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start "
         f"of the program, or run it with {VARIABLE}=1 in the environment",
     )
+
+
+def hint_dense(grads: Sequence[Any]) -> None:
+    """Hints, once for its shape, at the largest of gradients of which none is rows."""
+    size = lambda x: 0 if _jax.is_symbolic(x.size) else x.nbytes  # noqa: E731
+    x = max((x for x in grads if getattr(x, "ndim", 0) > 1), key=size, default=None)
+    if x is not None and size(x) > HINT_BYTES:
+        hint_once(
+            ("dense", x.shape),
+            f"no gradient came as rows, one as an array, {x.dtype}{list(x.shape)}, as from "
+            f"jax.grad: a step moves all {human_bytes(x.nbytes)}, as Optax's. For tables "
+            "type jslices.value_and_grad; in Keras jslices.keras.row_gradients(model)",
+        )
 
 
 def hint_rows(place: str, shape: tuple[int, ...], row_axes: int, *x: Aval) -> None:

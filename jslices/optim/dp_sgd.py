@@ -8,7 +8,7 @@ import numpy as np
 
 from jslices._errors import InvalidArgumentError
 from jslices._rows.rounding import key_bits
-from jslices._typing import Arrays, Key, Params, PyTree, State
+from jslices._typing import Arrays, Key, PyTree
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import MissedSteps
@@ -120,9 +120,7 @@ def dp_sgd(
     )
     tx = transformation(DpSgdState, rule.Rule({}, update, reads_params=True, missed=missed))
 
-    def apply(
-        *args: Any, exact: bool = False, peeked: PyTree = None
-    ) -> tuple[Params, State]:
+    def check(*args: Any, exact: bool = False, **extra_args: PyTree) -> None:
         if exact:
             raise ValueError(
                 "train_step takes the gradient of a batch, in which no example is clipped, "
@@ -130,7 +128,7 @@ def dp_sgd(
                 "js.per_example_global_norm_clip(jax.vmap(js.grad(loss), in_axes=(None, 0))"
                 "(params, batch), l2_norm_clip), and tx.apply(total, state, params)"
             )
-        return tx.apply(*args, peeked=peeked)
+        tx.check(*args, **extra_args)
 
     def of_rows(rows: StateOfRows) -> GradientTransformation:
         raise InvalidArgumentError(
@@ -138,4 +136,4 @@ def dp_sgd(
             "were never read would never get noise"
         )
 
-    return tx.replace(apply=apply, of_rows=of_rows)
+    return tx.replace(check=check, of_rows=of_rows, averaged=None)

@@ -26,6 +26,11 @@ _FREE = {
 }
 #: Other instructions on single numbers cost nothing.
 _LAUNCHED = {"copy", "fusion"}
+#: Each of their elements comes from one of every operand of the same shape.
+_BY_ELEMENT = set(
+    "abs add and compare convert divide exponential logistic maximum minimum multiply "
+    "negate or power rsqrt select sign sqrt subtract tanh".split()
+)
 _READ_BY_ROWS = {"dynamic-slice", "gather", "slice"}
 #: The position of the rows among the operands of instructions that write them in place.
 _WRITTEN_BY_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
@@ -181,21 +186,24 @@ def _bytes(module: Module, each: Instruction) -> int:
 
 
 def _read(module: Module, value: Instruction) -> int:
-    """What a fusion reads of one of its values."""
-    total = 0
-    for user in module.users([value]):
-        first = user.operands[0] == value.name
-        if user.opcode == "bitcast":
-            total += _read(module, user)
-        elif first and user.opcode in _READ_BY_ROWS:
-            total += _size(user)
-        elif first and user.opcode in _WRITTEN_BY_ROWS:
-            total += _rows_written(module, user)
-        elif user.opcode == "fusion":  # one inside another
-            total += sum(_read(module, x) for x in module.inside(user, [value]))
-        else:
-            return _size(value)
-    return min(total, _size(value))
+    """What a fusion reads of a value; of what it makes of it by element, what it uses."""
+    size, total, values, made = _size(value), 0, [value], set[str]()
+    for x in values:
+        for user in module.users([x]):
+            first = user.operands[0] == x.name
+            alike = user.opcode in _BY_ELEMENT and user.arrays[0].dims == x.arrays[0].dims
+            if alike or user.opcode == "bitcast":
+                values += [user] if user not in values else []
+                made |= {user.name} if alike or x.name in made else set()
+            elif first and user.opcode in _READ_BY_ROWS:
+                total += _size(user) * size // (_size(x) or 1)
+            elif first and user.opcode in _WRITTEN_BY_ROWS and x.name not in made:
+                total += _rows_written(module, user)
+            elif user.opcode == "fusion" and x.name not in made:  # one inside another
+                total += sum(_read(module, x) for x in module.inside(user, [x]))
+            else:
+                return size
+    return size if module.computations[value.where].root in made else min(total, size)
 
 
 def _written(module: Module, result: Instruction) -> int:

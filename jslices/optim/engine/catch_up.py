@@ -18,7 +18,6 @@ from jax import lax
 from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
-from jslices._densify import warn_at_line
 from jslices._jax import flatten, varying_axes
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
@@ -35,6 +34,15 @@ CHUNK_ELEMENTS = 1 << 18
 
 #: Minus this, the last step of a row that never moves.
 FROZEN = np.iinfo(np.int32).max
+
+#: Of a traced step of rows that have not caught up, as far as is known.
+STALE = (
+    'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") is '
+    "traced, and before it no row catches up by this tx: a row that misses a step becomes "
+    "NaN in the next that reads it. Type jax.jit(js.train_step(loss, tx)), or, before the "
+    "gradient is taken, params, state = tx.catch_up(params, state, ids). Rows of a "
+    "HostTable catch up by its tx, at that rate: step with the same one"
+)
 
 
 class Clock(NamedTuple):
@@ -176,21 +184,6 @@ def with_clock(
         return update, *new, *_now(done, snapshot, last, old)
 
     return Partial(timed, missed)
-
-
-def stale_warning() -> None:
-    """Warn of a traced step of rows none of which has caught up.
-
-    Its rows become NaN when they are stepped after a step that they missed.
-    """
-    warn_at_line(
-        'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") '
-        "is traced, and no row has caught up by this tx: a row that misses a step becomes "
-        "NaN in the next that reads it. Type step = jax.jit(js.train_step(loss, tx)), "
-        "or, before the gradient is taken, params, state = tx.catch_up(params, state, ids)."
-        " Rows of a HostTable catch up by its tx, at that rate: step with the same one",
-        category=UserWarning,
-    )
 
 
 def refuse_stale(
@@ -452,7 +445,7 @@ def averaging(rule: Rule, decay: float) -> Rule:
     if missed.decays and not any(isinstance(x, jax.core.Tracer) for x in rates):
         with jax.ensure_compile_time_eval():
             steps = jnp.unique(jnp.geomspace(1, 1e5, 400).astype(jnp.int32))
-            left = float(jnp.exp(jnp.min(missed.pace(steps, np.dtype("f4")))))
+            left = float(np.exp(missed.pace(steps, np.dtype("f4"))).min())
     if not left >= decay - 1e-6:  # nor NaN, where nothing would be left
         raise ValueError(
             f"params_ema wants rows that decay no faster than the average, in each of the "

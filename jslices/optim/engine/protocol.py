@@ -18,6 +18,7 @@ from jslices._densify import warn_at_line
 from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten, takes_tables
 from jslices._place import boundary
+from jslices._place.hints import hint_dense
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, each_shard
@@ -75,8 +76,8 @@ class GradientTransformation:
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
       peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
-      check: ``check(grads, state, peeked)``, which raises before a step, where values are
-        there to tell, what a program cannot.
+      check: called before each part, with its name and its arguments: it raises before a
+        step, where values are there to tell, what a program cannot.
       of_rows: see :meth:`of_rows`; None for what does not go by row numbers.
       averaged: see :func:`jslices.optim.params_ema`; None for all but optimizers.
 
@@ -110,6 +111,7 @@ class GradientTransformation:
         parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
         self._parts: dict[str, Any] = {**parts, "of_rows": of_rows, "averaged": averaged}
         self.init, self._plan, self.averaged = takes_tables()(init), plan, averaged
+        self.check: Any = check
         names = ("update", "apply", "catch_up", "flush", "peek")
         self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
         self._step = step or in_two(self.update)
@@ -150,7 +152,6 @@ class GradientTransformation:
         """A part, which ignores extra arguments that it does not name, as in Optax."""
         if (part := self._parts[name]) is None:
             return None
-        check = self._parts["check"] if name in ("update", "apply") else None
         parameters = inspect.signature(part).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -170,9 +171,9 @@ class GradientTransformation:
                     "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
                 )
             if name in ("update", "apply"):
-                grads = _warned_of_complex(grads)
-            if check is not None:
-                check(grads, state, extra_args.get("peeked"))
+                grads = _looked_at(grads, "without_numbers" in extra_args)
+            if self.check is not None:
+                self.check(name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
             return part(grads, state, *args, **named)
 
@@ -335,9 +336,12 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
         )
 
 
-def _warned_of_complex(grads: Gradients) -> Gradients:
+def _looked_at(grads: Gradients, in_part: bool) -> Gradients:
     """The gradients; with a warning if complex ones are those of JAX, not conjugated."""
-    leaves = jax.tree.leaves(grads, is_leaf=is_leaf)
+    masked = lambda x: isinstance(x, tuple) and not x  # noqa: E731
+    leaves = jax.tree.leaves(grads, is_leaf=lambda x: is_leaf(x) or masked(x))
+    if not (in_part or any(isinstance(g, IndexedSlices | tuple) for g in leaves)):
+        hint_dense(leaves)
     if any(isinstance(g, IndexedSlices) and g.facts.unconjugated for g in leaves):
         warn_at_line(
             "JAX's gradient of complex numbers goes uphill in their imaginary parts: it is "

@@ -11,7 +11,8 @@ import numpy as np
 from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, is_function, shown
-from jslices._jax import broadcast_prefix, flatten, is_staged, usual_promotion
+from jslices._densify import warn_at_line
+from jslices._jax import broadcast_prefix, flatten, is_staged, traces, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shardings_of
 from jslices._place.hints import (
     HINT_BYTES,
@@ -89,8 +90,8 @@ class _RuleOnTrees:
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
         self.arithmetic = functools.cache(exact.arithmetic)
-        #: Whether rows have caught up, or a warning said that none has.
-        self.has_caught_up = False
+        #: By the trace in which rows caught up, None outside: whether a step followed.
+        self.caught_up: dict[Any, bool] = {}
 
     def averaged(self, decay: float) -> GradientTransformation:
         """The optimizer that keeps an average of its parameters, ``ema`` in its state."""
@@ -240,7 +241,6 @@ class _RuleOnTrees:
 
     def _behind(self, params: Params, state: State, ids: PyTree) -> list[exact.Behind]:
         """The rows that ``ids`` name, once it is clear that they can catch up."""
-        self.has_caught_up = True
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(params)
         arrays = self._rules(params, tree), self._kept(state, tree)
@@ -293,13 +293,26 @@ class _RuleOnTrees:
         arrays = self._read(state, tree, leaves), self._kept(state, tree)
         return zip(kernels, behind, *arrays, strict=True)
 
-    def check(self, grads: Gradients, state: State, peeked: PyTree = None) -> None:
-        """Refuses a step of rows that are behind; traced, warns where they must be."""
-        grads, state, peeked = unboxed((grads, state, peeked))
+    def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
+        """Refuses a step of rows that are behind; traced, warns where they must be.
+
+        Rows that caught up in the same program, or around it, are those of the step. What
+        ran before a program it cannot tell: once rows caught up outside of any that steps,
+        nothing is said of equal optimizers. Unless all rows did, as to be saved.
+        """
+        around = traces() or [None]
+        if name == "catch_up":
+            all_rows = all(x is True for ids in rest for x in jax.tree.leaves(ids))
+            self.caught_up[around[0]] = self.caught_up.get(around[0], True) and all_rows
+        if name not in ("update", "apply"):
+            return
+        here = [x for x in around if x in self.caught_up]
+        self.caught_up.update(dict.fromkeys(here, True))
+        grads, state, peeked = unboxed((tree, state, more.get("peeked")))
         check_state(state, self.state_type, self.fields)
         arrays = jax.tree.leaves((grads, state))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-        if is_traced and self.has_caught_up:
+        if is_traced and (here or not all(self.caught_up.values())):
             return
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         last = arrays_of(state.clock, "last", tree)
@@ -310,8 +323,7 @@ class _RuleOnTrees:
         if not is_traced:
             exact.refuse_stale(leaves, last, state.count)
         elif any(map(is_slices, leaves)):
-            self.has_caught_up = True
-            exact.stale_warning()
+            warn_at_line(exact.STALE, category=UserWarning)
 
     def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
