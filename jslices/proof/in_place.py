@@ -249,8 +249,8 @@ def _crossed(program: Program, leaf: Leaf) -> list[str]:
     return [
         f"{paired[0].path} is written into its memory: JAX pairs donated arguments with "
         "results of their shape as they come, and the step returns them in another order. "
-        "Let it take and return them in one: def step(params, state, *batch), which returns "
-        "(params, state, ...)"
+        "Let it take and return them in one: def step(params, state, *batch), and return "
+        "params, state, ..."
     ]
 
 

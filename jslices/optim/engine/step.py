@@ -318,7 +318,9 @@ def _together(
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
     empty = access.empty_index(num_rows, indices.dtype)
-    rows = (read_rows(x, indices, row_axes) for x in (*read, *state))
+    rows = [read_rows(x, indices, row_axes) for x in (*read, *state)]
+    if indices.shape[0] == 1:  # a slice, which XLA reads anew wherever it is used
+        rows = access.at_once(rows)
     update, *new_rows = kernel(derivable(indices < empty, values), *rows)
     new = (
         access.set_rows(x, indices, rows.astype(x.dtype))
