@@ -178,10 +178,9 @@ def with_clock(
             new.append(decayed(mean, now, average).astype(mean.dtype))
         if before is not None:
             update = (before + update).astype(update.dtype)
-        # The clock waits for the gradient as well, before which all else has been read.
+        # The clock waits for the gradient, which waits for all reads (value_and_grad).
         first = g.real.reshape(*last.shape, -1)[..., 0] if g.size else last
-        done = jnp.where(first > jnp.inf, last, step)
-        return update, *new, *_now(done, snapshot, last, old)
+        return update, *new, *_now(step, snapshot, last, old, never=first > jnp.inf)
 
     return Partial(timed, missed)
 
@@ -462,17 +461,18 @@ def _now(
     snapshot: Sequence[jax.Array],
     last: jax.Array,
     old: Sequence[jax.Array],
+    never: jax.Array | bool = False,
 ) -> tuple[jax.Array, ...]:
     """The arrays of a clock for rows that have done ``step``.
 
-    The new value depends on the old one on purpose: XLA may otherwise write it before it
-    has read the rows, and copies the whole arrays for that.
+    The new value depends on the old one, and on what is ``never`` true, on purpose: XLA may
+    otherwise write it before it has read the rows, and copies the whole arrays for that.
     """
     news = (  # but for NaN they are new
-        jnp.where(x == x, new.astype(x.dtype), x)
+        jnp.where((x != x) | never, x, new.astype(x.dtype))
         for new, x in zip(snapshot, old, strict=True)
     )
-    done = jnp.maximum(last_done(last), step)
+    done = jnp.maximum(last_done(last), jnp.where(never, 0, step))
     return jnp.where(never_moves(last), FROZEN - done, done), *news
 
 
