@@ -46,7 +46,10 @@ LOSSES = {
         [p["t"][o[0]], p["u"][o[1], 2]],
     ),
     "comparisons": lambda p, i, o: (squares(p, i), (p["t"][i] > p["t"][o]).mean()),
-    "a linear loss": lambda p, i, o: ((p["t"][i] * p["u"][:2].sum(0)).sum(), None),
+    "a linear loss": lambda p, i, o: (
+        (p["t"][i] * p["u"][:2].sum(0, keepdims=True)).sum(),
+        None,
+    ),
     "a linear loss, and rows": lambda p, i, o: (p["t"][i].sum() * p["w"][0], p["t"][i]),
     "dots of two tables": lambda p, i, o: ((p["t"][i] * p["u"][o]).sum(), None),
     "hinge": lambda p, i, o: (
