@@ -35,8 +35,10 @@ def lookup_ids(
 
     Returns:
       A function of the same arguments that mirrors the chosen ones: for an array that is
-      only looked up, the row numbers, int32 ``[K]`` in the order of the program, with
-      duplicates and those out of range (no row is read); None for every other array.
+      only looked up, the row numbers, int32 ``[K]`` with duplicates: those that a gradient
+      may come into in the order of the program, then those that are read without one. An
+      id out of range has the number of the row that it reads (plain ``table[ids]``: the
+      nearest), or stays out of range. None for every other array.
       (``tx.catch_up`` needs True for one that is read whole, if another loss leaves it
       without gradient: :func:`jslices.train_step` handles that.) With ``exchange``,
       for an array that is split over devices, IndexedSlices without elements whose

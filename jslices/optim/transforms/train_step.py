@@ -57,21 +57,28 @@ def train_step(
       A pure function ``step(params, state, *args) -> (params, state, value)``, or
       ``(params, state, value, aux)``: the parameters and the state of ``tx`` after a step,
       shapes and dtypes as they came, and what ``fun(params, *args)`` returned before it.
+      What it returns is read before rows are written: no table is copied for a metric.
       Of a table ``[V, *D]`` that is only looked up, the rows that the call reads are
       written, duplicates together, out-of-range ids not at all. To be jitted by the
       caller, in place with ``donate_argnums=(0, 1)``, and to be scanned.
 
       Untouched rows: lazy ones wait. Exact ones go on missing steps, so type
-      ``params, state = tx.flush(params, state)`` before parameters are saved or evaluated;
-      an array that the call uses as a whole, or behind ``stop_gradient``, catches up as a
-      whole, and one that it does not use misses the step.
+      ``params, state = tx.flush(params, state)`` before parameters are saved or evaluated.
+      Rows that are read without gradient (behind ``stop_gradient``, for ``aux``, by an id
+      out of range) are read as they are after missed steps, and not written. An array that
+      the call uses as a whole catches up as a whole; one that it does not use misses the
+      step.
 
     Raises:
-      ValueError: under an exact optimizer, if the rows that are read depend on the values
-        of the table itself, with the line that reads them; only ``tx.flush`` before every
-        step can serve that.
+      ValueError: under an exact optimizer, if the rows that get a gradient depend on the
+        values of the table itself, with the line that reads them; only ``tx.flush`` before
+        every step can serve that.
       TypeError: for what is no optimizer of jslices. Otherwise as
         :func:`jslices.value_and_grad`, and nothing has changed then.
+
+    Warns:
+      PerformanceHint: for an array of more than 16 MB that is used as a whole where no
+        gradient comes in, with the line: under an exact optimizer all of its rows catch up.
 
     ``tx`` gets the value as well, as ``optax.contrib.reduce_on_plateau`` wants it. Complex
     parameters go downhill: JAX's gradients by them are conjugated.
