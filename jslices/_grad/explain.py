@@ -280,7 +280,7 @@ def _bytes_of_step(leaf: LeafReport, state: Sequence[Any]) -> int:
 def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
     kind, use, dense_bytes = planned.kind(number), planned.dense.get(number), leaf.num_bytes
     lookups = _by_line(planned.looked_up.get(number, []))
-    quiet = [x for x in planned.sites_of(number) if not (x.graded or x.beside)]
+    quiet = [x for x in planned.sites_of(number) if not x.graded]
     whole = planned.no_grad.get(number)
     rows = sum(site.rows for site in lookups)
     moved = min(rows * leaf.row_bytes, dense_bytes) if kind == "sparse" else dense_bytes

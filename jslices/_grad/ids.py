@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jslices import _jax
 from jslices._grad.call import ExchangeSpec, UserCall, check_callable
-from jslices._grad.plan import Planned, Site, plan_call
+from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import gradients_of, run_planned, slots_for, without_dense_warning
 from jslices._rows.access import is_below
 from jslices._slices import Facts, IndexedSlices, concat_slices, sent_to_owners, slices_of
@@ -71,8 +71,7 @@ def lookup_ids(
     def ids_fun(*args: Any, **kwargs: Any) -> Any:
         call = UserCall(fun, argnums, args, kwargs, has_aux)
         planned = plan_call(call, None, exchange)
-        every = frozenset(range(len(planned.leaves)))
-        rows, others = RowsRead(call, planned, every).at(call.primals)
+        rows, others = RowsRead(call, planned).at(call.primals)
         return call.mirror(map(leaf_ids, map(joined, rows, others)))
 
     return ids_fun
@@ -92,25 +91,22 @@ class RowsRead:
     Args:
       call: the call; of its arrays only shapes and dtypes count.
       planned: its plan.
-      near: the leaves of which an id out of range that reads an edge has the number of the
-        edge. Of others it has none, as in a gradient, and edges are rows read besides.
 
     Raises:
       ValueError: for rows that depend on the values of the array itself.
     """
 
-    def __init__(self, call: UserCall, planned: Planned, near: frozenset[int]) -> None:
-        self._planned, self._near = planned, near
-        self._sites = sites = planned.sites
-
-        self._program = _numbers_of_reads(planned, call.primals, near)
+    def __init__(self, call: UserCall, planned: Planned) -> None:
+        self._planned, self._sites = planned, planned.sites
+        self._program = _numbers_of_reads(planned, call.primals, every=True)
         #: The leaves that are read as a whole, and where if no gradient comes in there.
         self.whole = planned.read_whole
         self.whole_lines = {i: _jax.user_line(x.source) for i, x in planned.no_grad.items()}
+        sites = self._sites
         by_rows = {site.leaf for site in sites} - self.whole
         # Rows without gradient whose numbers depend on rows may be any.
         for n, site in enumerate(sites):
-            if site.graded or site.beside or site.leaf not in by_rows:
+            if site.graded or site.leaf not in by_rows:
                 continue
             if not by_rows.isdisjoint(self._sources([n])) or self._are_many(site.leaf):
                 self.whole.add(site.leaf)
@@ -150,25 +146,21 @@ class RowsRead:
         """
         outputs = [n in self._known for n in range(len(self._sites))]
         indices = _jax.eval_minimal(self._program, outputs, primals)
-        known = [self._sites[n] for n in self._known]
-        graded, besides = [], []
-        for site, numbers in zip(known, indices, strict=True):
-            if site.graded:
-                graded.append((site, numbers))
-            elif not (site.beside and site.leaf in self._near):
-                besides.append((site, numbers))
-        return self._by_leaf(graded), self._by_leaf(besides)
+        reads = [(self._sites[n], x) for n, x in zip(self._known, indices, strict=True)]
 
-    def _by_leaf(self, reads: Sequence[tuple[Site, jax.Array]]) -> list[Rows]:
-        sites, indices = [site for site, _ in reads], [x for _, x in reads]
-        zeros = [jnp.zeros((*x.shape, 0)) for x in indices]
-        slices = gradients_of(sites, zeros, indices)
-        return [
-            slices[i].numbered_as((*leaf.aval.shape[: leaf.row_axes], 0))
-            if i in slices
-            else None
-            for i, leaf in enumerate(self._planned.leaves)
-        ]
+        def of(graded: bool) -> list[Rows]:
+            sites = [site for site, _ in reads if site.graded == graded]
+            numbers = [x for site, x in reads if site.graded == graded]
+            none = [jnp.zeros((*x.shape, 0)) for x in numbers]
+            slices = gradients_of(sites, none, numbers)
+            return [
+                slices[i].numbered_as((*leaf.aval.shape[: leaf.row_axes], 0))
+                if i in slices
+                else None
+                for i, leaf in enumerate(self._planned.leaves)
+            ]
+
+        return of(True), of(False)
 
 
 def one_by_one(rows: Rows) -> Rows:
@@ -193,20 +185,18 @@ def eval_ids(planned: Planned, primals: Sequence[Any]) -> tuple[list[jax.Array],
 
     Nothing else of the call is run; other primals may be described.
     """
-    program = _numbers_of_reads(planned, primals, None)
+    program = _numbers_of_reads(planned, primals, every=False)
     every = [True] * len(program.jaxpr.outvars)
     used = _jax.inputs_used(program, every)
     return _jax.eval_minimal(program, every, primals), any(used)
 
 
-def _numbers_of_reads(
-    planned: Planned, primals: Sequence[Any], near: frozenset[int] | None
-) -> Any:
-    """The program from leaves to the row numbers of reads; ``near`` as in run_planned."""
+def _numbers_of_reads(planned: Planned, primals: Sequence[Any], every: bool) -> Any:
+    """The program from leaves to the row numbers of reads, as of :func:`run_planned`."""
 
     def run(*primals: Any) -> list[Any]:
-        slots = slots_for(planned.plan, every=near is not None)
-        return jax.tree.leaves(run_planned(planned, primals, slots, near=near)[1])
+        slots = slots_for(planned.plan, every=every)
+        return jax.tree.leaves(run_planned(planned, primals, slots, every=every)[1])
 
     with without_dense_warning():
         return jax.make_jaxpr(run)(*primals)

@@ -50,8 +50,8 @@ _PICKS_ELEMENTS = frozenset(
 #: 250 times the bytes: experts, transition matrices and adapters of 64 x 64).
 MANY_BYTES = 8
 
-#: Per read its sites, one after the other; per loop, checkpoint or branch a list of what is
-#: inside, and one of what is read beside a read; in the order of the program.
+#: Per read its sites, one after the other; per loop, checkpoint or branch, and per view of
+#: fixed rows without slots, a list of what is inside; in the order of the program.
 SiteTree = list[Any]
 
 
@@ -79,8 +79,6 @@ class Site:
     #: Whether a gradient may come into them. Others have no cotangent slot, and are in the
     #: plan for those who want to know what is read.
     graded: bool
-    #: Whether ids read them that get no gradient, in a read of rows that do.
-    beside: bool = False
 
     @property
     def entries(self) -> int:
@@ -328,10 +326,8 @@ class Planner(ViewWalk):
                     self.uses.no_grad.setdefault(table.leaf, use)
             elif (fixed or not slotted) and (view, slotted) not in self._rows_read:
                 self._rows_read[view, slotted] = None
-                if slotted:
-                    self._plan(use.source, every_row(view), by_ids=False)
-                else:
-                    self._plan_beside(use.source, view, view.shape[0])
+                with contextlib.nullcontext() if slotted else self._inside():
+                    self._plan(use.source, every_row(view), False, slotted)
         return None
 
     def _may_be_read(self, value: View) -> bool:
@@ -349,8 +345,6 @@ class Planner(ViewWalk):
         self.uses.whole.update((x, use) for x in many if x not in self.uses.whole)
         if not many:
             self._plan(use.source, read, by_ids=True)
-            if read.count_beside:
-                self._plan_beside(use.source, read.view, read.count_beside, beside=True)
 
     def _multiplies_many(self, leaf: LeafSpec, count: int) -> bool:
         """True if a product with so many rows of a leaf remains one with all of it.
@@ -360,22 +354,8 @@ class Planner(ViewWalk):
         rows, most = math.prod(self._loops) * count, MANY_BYTES * leaf.table_shape[0]
         return leaf.mode is None and is_below(most - 1, rows)
 
-    def _plan_beside(
-        self, source: Source | None, view: View, count: int, beside: bool = False
-    ) -> None:
-        """Plans a read of so many rows without slots, as an entry of its own."""
-        numbers = jax.ShapeDtypeStruct((count,), np.int32)
-        read = dataclasses.replace(every_row(view), count=count, numbers=numbers)
-        with self._inside():
-            self._plan(source, read, by_ids=beside, slotted=False, beside=beside)
-
     def _plan(
-        self,
-        source: Source | None,
-        read: RowRead,
-        by_ids: bool,
-        slotted: bool = True,
-        beside: bool = False,
+        self, source: Source | None, read: RowRead, by_ids: bool, slotted: bool = True
     ) -> None:
         for table, has_slot in reads_of(read.view):
             leaf, graded = self._leaves[table.leaf], slotted and has_slot
@@ -395,7 +375,6 @@ class Planner(ViewWalk):
                 by_ids=by_ids,
                 packed=read.packed,
                 graded=graded,
-                beside=beside,
             )
             self.plan.append(site)
 
@@ -525,7 +504,7 @@ class PartPlan:
     plan: SiteTree
     uses: Uses
     outputs: Sequence[Any]  # views, and None for values
-    #: From operands and cotangent slots; by ``near`` of :func:`run_planned`.
+    #: From operands and cotangent slots; by ``every`` of :func:`run_planned`.
     runs: dict[Any, Callable[[Values, Any], Any]] = dataclasses.field(default_factory=dict)
 
 

@@ -52,9 +52,6 @@ from jslices._typing import Aval
 Take = Callable[..., jax.Array]
 #: ``plainly(table, ids)`` does without one.
 Plainly = Callable[[TableView, RowIds], Any]
-#: ``beside(view, ids)`` reads rows of a view for ids that get no gradient; None if the rows
-#: that are read with a slot are right for these, too.
-Beside = Callable[[View, RowIds], Any]
 
 
 # --- what reads are made of -------------------------------------------------------------
@@ -87,22 +84,6 @@ class RowRead:
         return [table.leaf for table in tables_read(self.view)]
 
     @property
-    def count_beside(self) -> int:
-        """How many rows ids may read that get no gradient; 0 where all or none get one."""
-        if not self.leaves or not (self._promised or self.graded):
-            return 0
-        return 2 if self._reads_ends else self.count
-
-    @property
-    def _promised(self) -> bool:
-        return self.mode == Mode.PROMISE_IN_BOUNDS
-
-    @property
-    def _reads_ends(self) -> bool:
-        """True if ids that get no gradient read the first or the last row of the view."""
-        return self.good is None and self.graded is None
-
-    @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
         steps: list[Any] = [("holding", 1)]
@@ -115,16 +96,18 @@ class RowRead:
         """True if it reads rows of a table, and an id in range is good."""
         return isinstance(self.view, TableView) and self.good is None
 
-    def output(self, operands: Values, take: Take, plainly: Plainly, beside: Beside) -> Any:
+    def output(
+        self, operands: Values, take: Take, plainly: Plainly, near: bool = False
+    ) -> jax.Array:
         """The equation's output, from its operands' values.
 
         The gradient follows the mode: a clipped id counts for the edge row, any other bad
-        id for none.
+        id for none. With ``near`` it counts, with zeros, for the row that it reads, if any.
         """
-        return self.arrange(self._rows(operands, take, plainly, beside), operands)
+        return self.arrange(self._rows(operands, take, plainly, near), operands)
 
     def _rows(
-        self, operands: Values, take: Take, plainly: Plainly, beside: Beside
+        self, operands: Values, take: Take, plainly: Plainly, near_counts: bool
     ) -> jax.Array:
         view, ids, mode = self.view, wide(self.ids(operands)), self.mode
         height = view.shape[0]
@@ -134,32 +117,24 @@ class RowRead:
             if self.is_direct:
                 return take(view, RowIds((), ids, near), mode, None)
             return reader.rows(view, RowIds((), near, near))
+        promised = mode == Mode.PROMISE_IN_BOUNDS
         # Of several axes that number rows, take_rows clips what is promised.
-        clips = self._promised and isinstance(view, TableView) and view.row_axes > 1
-        good = graded = None
-        if self.is_direct and self.graded is None and not clips:
-            rows = take(view, RowIds((), ids, ids), mode, self.fill_value)
+        clips = promised and isinstance(view, TableView) and view.row_axes > 1
+        if self.is_direct and self.graded is None and not (clips or near_counts):
+            return take(view, RowIds((), ids, ids), mode, self.fill_value)
+        good = _in_range(ids, height) if self.good is None else self.good(operands)
+        graded = good if self.graded is None else self.graded(operands)
+        read_anyway = promised or self.graded is not None
+        record = near if near_counts and read_anyway else jnp.where(graded, near, height)
+        if self.is_direct:
+            rows = take(view, RowIds((), ids, record), mode, self.fill_value)
         else:
-            good = _in_range(ids, height) if self.good is None else self.good(operands)
-            graded = good if self.graded is None else self.graded(operands)
-            record = jnp.where(graded, near, height)
-            if self.is_direct:
-                rows = take(view, RowIds((), ids, record), mode, self.fill_value)
-            else:
-                rows = reader.rows(view, RowIds((), near, record))
-        if self.count_beside:
+            rows = reader.rows(view, RowIds((), near, record))
+        if read_anyway:
             # These read a row, but send no gradient back, neither to the table nor to
             # anything else that the rows were made from.
-            ends = jnp.array([0, max(height - 1, 0)], near.dtype)
-            at = ends if self._reads_ends else near
-            rest = beside(view, RowIds((), at, at))
-            if rest is not None and self._reads_ends:
-                rest = jnp.where(per_row(ids < 0, rows), rest[0], rest[1])
-            if rest is not None or graded is not None:
-                graded = _in_range(ids, height) if graded is None else graded
-                rest = lax.stop_gradient(rows if rest is None else rest)
-                rows = jnp.where(per_row(graded, rows), rows, rest)
-        if mode == Mode.FILL_OR_DROP and good is not None and not self.is_direct:
+            rows = jnp.where(per_row(graded, rows), rows, lax.stop_gradient(rows))
+        if mode == Mode.FILL_OR_DROP and (near_counts or not self.is_direct):
             rows = filled(rows, good, self.fill_value)
         return rows
 

@@ -1,6 +1,7 @@
 """The runner of a planned call, with a cotangent slot for each read."""
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import ChainMap
@@ -25,7 +26,7 @@ from jslices._grad.plan import (
     output_needs_grad,
     plan_part,
 )
-from jslices._grad.reads import Reader, RowRead, every_row, filled, parts_of, reads_of
+from jslices._grad.reads import RowRead, every_row, parts_of, reads_of
 from jslices._grad.views import RowIds, TableView, Unslotted, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
@@ -33,7 +34,6 @@ from jslices._lookup.mark import dense_is_intended
 from jslices._place import boundary
 from jslices._rows.access import (
     canonical_indices,
-    clipped_indices,
     gathered_once,
     row_loop_p,
 )
@@ -60,16 +60,17 @@ def run_planned(
     primals: Sequence[Any],
     slots: SlotTree,
     taken: Prefetched = NO_PREFETCH,
-    near: frozenset[int] | None = None,
+    every: bool = False,
 ) -> tuple[Values, IndexTree]:
     """The outputs of the traced call, and the row numbers of its reads.
 
-    These are the row numbers of gradients, and None for what gets none. With ``near`` all
-    reads have some: of these leaves those that are read, an edge for an id out of range.
+    They are those of gradients, and None for what gets none; or, of ``every`` read, those
+    of the rows that are read. These are the ones of leaves whose rows are ``taken``, too:
+    a row that an id out of range reads has a gradient of zeros.
     """
     leaves = planned.sparse_leaves
     operands = [leaves[i].view(i, x) if i in leaves else x for i, x in enumerate(primals)]
-    runner = Runner(planned.plan, slots, leaves, planned.eager, taken, near)
+    runner = Runner(planned.plan, slots, leaves, planned.eager, taken, every)
     needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
     outputs = runner.program(planned.program, operands, needs_grad)
     arrays = (runner.whole(value, None) for value in outputs)
@@ -186,10 +187,10 @@ class Runner(ViewWalk):
         leaves: dict[int, LeafSpec],
         eager: bool = False,
         taken: Prefetched = NO_PREFETCH,
-        near: frozenset[int] | None = None,
+        every: bool = False,
     ) -> None:
         self.eager = eager
-        self._taken, self._near = taken, near
+        self._taken, self._every = taken, every
         self._leaves = leaves
         self._body = _Body(plan, slots)
         self._rows: jax.Array | None = None  # of the last read
@@ -244,16 +245,11 @@ class Runner(ViewWalk):
             site, slot = next(self._body.entries)
             assert site.leaf == table.leaf
             record = ids.record
-            if read.count_beside and site.leaf in (self._near or ()):
-                record = clipped_indices(ids.read, table.shape[0])
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
             split, slot = boundary.shardings_of(slot), boundary.drop_sharding(slot)
             if (site.leaf, True) in self._taken:
                 rows = slot
-                if read.mode == Mode.FILL_OR_DROP and read.is_direct:
-                    good = (record >= 0) & (record < table.shape[0])
-                    rows = filled(slot, good, read.fill_value)
             elif site.exchange is None:
                 rows = gathered_once(table.take(ids.read, mode, fill_value))
                 rows = slotted_p.bind(rows, slot)
@@ -269,9 +265,10 @@ class Runner(ViewWalk):
         mesh = boundary.explicit_mesh([aval, *tables])
         with boundary.with_auto_axes(mesh):
             if slotted:
-                how = take, self._plainly, self._beside
-                rows = read.output(boundary.drop_sharding(values), *how)
-            elif (rows := self._beside(read.view, _all(read.view))) is None:
+                near = self._every or any((x, True) in self._taken for x in read.leaves)
+                values = boundary.drop_sharding(values)
+                rows = read.output(values, take, self._plainly, near)
+            elif (rows := self._without_slots(read, values)) is None:
                 return None
         split = boundary.shardings_of(tables[0] if aval is None else aval)
         if mesh is not None and aval is not None and aval.sharding.mesh.empty:
@@ -282,7 +279,7 @@ class Runner(ViewWalk):
         """Rows without a cotangent slot."""
         site, slot = next(self._body.entries)
         noted = None
-        if self._near is not None:
+        if self._every:
             noted = ids.read.astype(site.index_dtype)
             noted = boundary.restore_sharding(noted, boundary.shardings_of(slot))
         self._body.indices.append(noted)
@@ -290,23 +287,24 @@ class Runner(ViewWalk):
             return slot
         return table.take(ids.read, "clip")
 
-    def _beside(self, view: View, ids: RowIds) -> Any:
-        """Rows of a view without slots; None if nobody asks which, or had some taken."""
+    def _without_slots(self, read: RowRead, values: Values) -> Any:
+        """Fixed rows; None if nobody asks which, or took some: they are those of arrays."""
         plan, slots = next(self._body.entries)
-        taken = any((site.leaf, False) in self._taken for site in jax.tree.leaves(plan))
         rows, noted = None, jax.tree.map(lambda _: None, plan)
-        if taken or self._near is not None:
-            rows_of = Reader(self._plainly, self._plainly).rows
-            rows, noted = self._inside(plan, slots, rows_of, view, ids)
+        sites = jax.tree.leaves(plan)
+        if self._every or any((site.leaf, False) in self._taken for site in sites):
+            plainly = lambda table, ids, *_: self._plainly(table, ids)  # noqa: E731
+            of_rows = functools.partial(read.output, values, plainly, plainly)
+            rows, noted = self._inside(plan, slots, of_rows)
         self._body.indices.append(noted)
         return rows
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         part = plan_part(eqn, operands, needs_grad, self._leaves)
-        run = part.runs.get(self._near)
+        run = part.runs.get(self._every)
         if run is None:
-            how = part.plan, eqn, needs_grad, self._leaves, self._near
-            run = part.runs[self._near] = _compiled(*how)
+            how = part.plan, eqn, needs_grad, self._leaves, self._every
+            run = part.runs[self._every] = _compiled(*how)
         _, slots = next(self._body.entries)
         outputs, indices = run(operands, slots)
         self._body.indices.append(indices)
@@ -329,8 +327,9 @@ class Runner(ViewWalk):
 
     def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         plans, slots = next(self._body.entries)
-        every = self._near is not None
-        nowhere = lambda x, slot: _nowhere(x, slot) if x.graded or every else None  # noqa: E731
+
+        def nowhere(site: Site, slot: Any) -> jax.Array | None:
+            return _nowhere(site, slot) if site.graded or self._every else None
 
         def make(taken: int, branch: Callable[[], Any]) -> Callable[[SlotTree], Any]:
             def run(slots: SlotTree) -> tuple[Any, IndexTree]:
@@ -375,11 +374,6 @@ class Runner(ViewWalk):
             self._body = outer
 
 
-def _all(view: View) -> RowIds:
-    every = jnp.arange(view.shape[0], dtype=jnp.int32)
-    return RowIds((), every, every)
-
-
 def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
     """Row numbers out of range, for a read in a branch that is not taken."""
     rows = slot.shape[: slot.ndim - len(site.table_shape) + 1]
@@ -396,13 +390,13 @@ def _compiled(
     eqn: Equation,
     needs_grad: list[bool],
     leaves: dict[int, LeafSpec],
-    near: frozenset[int] | None,
+    every: bool,
 ) -> Callable[[Values, SlotTree], tuple[Values, IndexTree]]:
     """The jitted function from operands and slots of a part to outputs and row numbers."""
     equation = weak_equation(eqn)
 
     def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
-        runner = Runner(plan, slots, leaves, near=near)
+        runner = Runner(plan, slots, leaves, every=every)
         return runner.inside(equation(), operands, needs_grad), runner.indices
 
     run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles

@@ -179,7 +179,7 @@ def with_clock(
         if before is not None:
             update = (before + update).astype(update.dtype)
         # The clock waits for the gradient, which waits for all reads (value_and_grad).
-        first = g.real.reshape(*last.shape, -1)[..., 0] if g.size else last
+        first = g[(0,) * g.ndim].real if g.size else 0
         return update, *new, *_now(step, snapshot, last, old, never=first > jnp.inf)
 
     return Partial(timed, missed)

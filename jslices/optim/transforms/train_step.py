@@ -154,7 +154,7 @@ def _up_to_date(
     """
     every = range(len(planned.leaves))
     may_peek = {i for i in every if tx.peeks and _is_one_program(planned, i)}
-    reads = RowsRead(call, planned, frozenset(every) - may_peek)
+    reads = RowsRead(call, planned)
     for i, line in reads.whole_lines.items():
         _hint_of_a_whole_read(planned.leaves[i], line)
     if reads.sources:  # row numbers follow from these, which catch up before
