@@ -5,6 +5,7 @@ a case of each kind, ``python -m pytest -m devices`` all.
 """
 
 import functools
+import itertools
 import re
 
 import jax
@@ -285,6 +286,45 @@ def test_kernels_of_adam_on_a_gpu():
     assert lazy.temp_bytes <= 4.5 * K * 64 * 4
     assert exact.copies == 0 and count(exact) <= 27
     assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
+
+
+#: What a loss ``(value, aux)`` returns or reads besides, of a table, ids and other ids.
+AROUND = {
+    "the loss alone": lambda t, i, o: ((jnp.tanh(t[i]) ** 2).mean(), None),
+    "a linear loss": lambda t, i, o: (t[i].sum(), None),
+    "the greatest of its rows": lambda t, i, o: (
+        (jnp.tanh(t[i]) ** 2).mean(),
+        jnp.abs(t[i]).max(),
+    ),
+    "rows": lambda t, i, o: ((jnp.tanh(t[i]) ** 2).mean(), (t[o], t[7])),
+    "targets": lambda t, i, o: (((t[i] - jax.lax.stop_gradient(t)[o]) ** 2).mean(), None),
+    "dots": lambda t, i, o: ((t[i] * t[o]).sum(), t[i].mean(0)),
+}
+
+
+@functools.cache
+def cost_around(device, name, untouched):
+    tx = js.adam(0.1, untouched=untouched)
+    step = js.train_step(AROUND[name], tx, has_aux=True)
+    table = js.row_major(S((V, 128), jnp.float32))
+    state = js.row_major(jax.eval_shape(tx.init, table))
+    ids = S((K,), jnp.int32)
+    return cost_on(device, step, table, state, ids, ids, donate_argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ["device", "untouched", "name"],
+    slow_unless(
+        itertools.product(["h100", "v5e"], ["lazy", "exact"], AROUND),
+        lambda case: case in {("h100", "lazy", "a linear loss"), ("v5e", "exact", "rows")},
+    ),
+)
+def test_what_a_loss_returns_or_reads_copies_no_table(device, untouched, name):
+    cost = cost_around(device, name, untouched)
+    assert cost.copies == 0 and cost.temp_bytes < 16e6
+    if name in ("a linear loss", "the greatest of its rows") and untouched == "lazy":
+        if device == "h100":  # a kernel for what is returned
+            assert count(cost) <= count(cost_around(device, "the loss alone", "lazy")) + 1
 
 
 def test_a_gpu_does_not_copy_the_steps_of_all_rows_for_a_few_ids():

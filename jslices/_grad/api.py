@@ -202,31 +202,34 @@ def differentiated(
     """
     value, pullback, aux = _linearize(call, planned, taken)
     grads = pullback(_seed(value, holomorphic))
-    (result, aux), grads = _in_order((value if wants_value else None, aux), grads)
+    # Rows that were taken are numbered already, as the step will number them.
+    by_values = lambda i: (i, True) in taken or not wants_value  # noqa: E731
+    result = value if wants_value else None
+    (result, aux), grads = _in_order((result, aux), grads, by_values)
     return result if wants_value else value, aux, grads
 
 
-def _in_order(returned: Any, grads: Any) -> tuple[Any, Any]:
+def _in_order(
+    returned: Any, grads: Any, by_values: Callable[[int], bool]
+) -> tuple[Any, Any]:
     """Both, but no row of a gradient before all else is computed.
 
     Whatever is returned reads tables that a step is about to write. XLA does not read first
     by itself: it copies the whole table to be able to read it later.
     """
-    slices = [g for g in jax.tree.leaves(grads, is_leaf=is_slices) if is_slices(g)]
-    structure: Any
-    leaves, structure = jax.tree.flatten(returned)
-    arrays = {i: x for i, x in enumerate(leaves) if _is_computed(x)}
-    if not _jax.is_staged() or not slices or len(slices) + len(arrays) < 2:
+    leaves, tree = _jax.flatten(grads, is_leaf=is_slices)
+    outputs, structure = _jax.flatten(returned)
+    rows = {i: g for i, g in enumerate(leaves) if is_slices(g)}
+    arrays = {i: x for i, x in enumerate(outputs) if _is_computed(x)}
+    if not _jax.is_staged() or not rows or len(rows) + len(arrays) < 2:
         return returned, grads
-    every = access.at_once([*arrays.values(), *(g.values for g in slices)])
-    arrays = dict(zip(arrays, every, strict=False))
-    rows = iter(every[len(arrays) :])
-
-    def later(g: Any) -> Any:
-        return g.with_values(next(rows)).with_facts(g.facts) if is_slices(g) else g
-
-    returned = structure.unflatten(arrays.get(i, x) for i, x in enumerate(leaves))
-    return returned, jax.tree.map(later, grads, is_leaf=is_slices)
+    late = [g.values if by_values(i) else g.indices for i, g in rows.items()]
+    every = access.at_once([*arrays.values(), *late])
+    for i, x in zip(arrays, every, strict=False):
+        outputs[i] = x
+    for (i, g), x in zip(rows.items(), every[len(arrays) :], strict=True):
+        leaves[i] = g.later(*((x, g.indices) if by_values(i) else (g.values, x)))
+    return structure.unflatten(outputs), tree.unflatten(leaves)
 
 
 def _is_computed(x: Any) -> bool:

@@ -166,6 +166,10 @@ class Entries:
         """The same indices with other ``values`` ``[K, *D]``, and facts about them."""
         return self._changed(values=values, facts=self.facts._replace(unconjugated=False))
 
+    def later(self, values: jax.Array, indices: jax.Array) -> Self:
+        """The same entries, computed later."""
+        return self._changed(values=values, _indices=indices, _leaf=None)
+
     def _changed(self, **parts: Any) -> Self:
         new = object.__new__(type(self))
         vars(new).update(vars(self), **parts)
