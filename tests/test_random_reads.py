@@ -97,6 +97,8 @@ def check(drawn, untouched):
     note(f"{other!r}\n# its loss is the auxiliary result of\n{one!r}")
     *ours, params, start = losses(one, other, js)
     *theirs, _, _ = losses(one, other, jax)
+    # Of starts too narrow or too large for a tall array JAX makes this or that.
+    assume("slice" not in one.code or max(len(x) for x in params.values()) < 128)
     assume(is_one_of_jax(theirs[0], params, start))
     tx, init_and_step = TX[untouched], dense_steps(untouched, micro)
     if micro:
