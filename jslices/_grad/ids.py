@@ -142,36 +142,34 @@ class RowsRead:
     def at(self, primals: Sequence[Any]) -> tuple[list[Rows], list[Rows]]:
         """For each leaf the rows that a gradient may come into, and those read besides.
 
-        Slices without elements. None for none, and for a leaf that is read as a whole.
+        Slices without elements; those of the latter count as distinct, as ``tx.peek`` need
+        not merge them. None for none, and for a leaf that is read as a whole.
         """
         outputs = [n in self._known for n in range(len(self._sites))]
         indices = _jax.eval_minimal(self._program, outputs, primals)
         reads = [(self._sites[n], x) for n, x in zip(self._known, indices, strict=True)]
 
-        def of(graded: bool) -> list[Rows]:
+        both: list[list[Rows]] = []
+        for graded in (True, False):
             sites = [site for site, _ in reads if site.graded == graded]
             numbers = [x for site, x in reads if site.graded == graded]
             none = [jnp.zeros((*x.shape, 0)) for x in numbers]
-            slices = gradients_of(sites, none, numbers)
-            return [
-                slices[i].numbered_as((*leaf.aval.shape[: leaf.row_axes], 0))
-                if i in slices
-                else None
-                for i, leaf in enumerate(self._planned.leaves)
-            ]
-
-        return of(True), of(False)
-
-
-def one_by_one(rows: Rows) -> Rows:
-    """Rows for ``tx.peek`` that no step follows, which would have to number them alike."""
-    return None if rows is None else rows.with_facts(rows.facts._replace(distinct=True))
+            rows: list[Rows] = [None] * len(self._planned.leaves)
+            for i, x in gradients_of(sites, none, numbers).items():
+                leaf, facts = self._planned.leaves[i], x.facts._replace(distinct=not graded)
+                x = x.numbered_as((*leaf.aval.shape[: leaf.row_axes], 0))
+                rows[i] = x.with_facts(facts)
+            both.append(rows)
+        return both[0], both[1]
 
 
 def joined(rows: Rows, others: Rows) -> Rows:
-    """The rows of both."""
-    if rows is None or others is None:
-        return others if rows is None else rows
+    """The rows of both, with duplicates."""
+    if others is None:
+        return rows
+    others = others.with_facts(others.facts._replace(distinct=False))
+    if rows is None:
+        return others
     if rows.facts.placement is not None:
         shape = others.dense_shape
         assert shape is not None

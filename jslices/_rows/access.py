@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
 from jslices import _jax
@@ -377,44 +376,25 @@ def at_once(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The arrays, unchanged, but none of them before all are computed.
 
     Where one of them says which rows to write, and others were read from the same table,
-    XLA then reads first, and need not copy the table.
+    XLA then reads first, and need not copy the table. A barrier does it, but XLA:CPU takes
+    it out before it fuses and looks for copies (jax 0.10 to 0.12). There a branch stays, if
+    XLA cannot tell that it is never taken, as nothing exceeds infinity.
     """
+    barrier = lambda *arrays: lax.optimization_barrier(list(arrays))  # noqa: E731
     types = [jax.typeof(x) for x in arrays]
-    alone = not (any(map(mesh_of, types)) or _jax.varying_axes(*types))
-    return at_once_p.bind(*arrays, alone=alone)  # type: ignore[no-any-return]
-
-
-def _in_a_branch(*arrays: jax.Array, alone: bool) -> list[jax.Array]:
-    """On a CPU, where a barrier is taken out before XLA fuses and looks for copies.
-
-    A branch stays, if XLA cannot tell that it is never taken, as nothing exceeds infinity.
-    """
     real = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     number = next((x[(0,) * x.ndim] for x in real if is_below(0, x.size)), None)
-    if not alone or number is None:
-        return lax.optimization_barrier(list(arrays))  # type: ignore[no-any-return]
+    if number is None or any(map(mesh_of, types)) or _jax.varying_axes(*types):
+        return barrier(*arrays)  # type: ignore[no-any-return]
+
+    def branch(never: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        other = lambda x: ~x if x.dtype.kind in "biu" else -x  # noqa: E731
+        changed = lambda *arrays: list(map(other, arrays))  # noqa: E731
+        return lax.cond(never, changed, lambda *arrays: list(arrays), *arrays)  # type: ignore[no-any-return]
+
     never = number.astype(jnp.float32) > jnp.inf
-    other = lambda x: ~x if x.dtype.kind in "biu" else -x  # noqa: E731
-    changed = lambda *arrays: list(map(other, arrays))  # noqa: E731
-    return lax.cond(never, changed, lambda *arrays: list(arrays), *arrays)  # type: ignore[no-any-return]
-
-
-at_once_p = Primitive("at_once")
-at_once_p.multiple_results = True
-at_once_p.def_impl(lambda *arrays, alone: list(arrays))
-at_once_p.def_abstract_eval(lambda *arrays, alone: list(arrays))
-ad.primitive_jvps[at_once_p] = lambda primals, tangents, **how: (
-    at_once_p.bind(*primals, **how),
-    tangents,
-)
-batching.primitive_batchers[at_once_p] = lambda arrays, axes, **how: (
-    at_once_p.bind(*arrays, **how),
-    axes,
-)
-_barrier = lambda *arrays, alone: lax.optimization_barrier(list(arrays))  # noqa: E731
-mlir.register_lowering(at_once_p, mlir.lower_fun(_barrier, multiple_results=True))
-_branch = mlir.lower_fun(_in_a_branch, multiple_results=True)
-mlir.register_lowering(at_once_p, _branch, platform="cpu")
+    others = lambda _, *arrays: barrier(*arrays)  # noqa: E731
+    return lax.platform_dependent(never, *arrays, cpu=branch, default=others)  # type: ignore[no-any-return]
 
 
 row_loop_p = _jax.identity_primitive("row_loop")

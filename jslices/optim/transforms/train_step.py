@@ -7,17 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from jslices import tree
-from jslices._densify import UserLine
 from jslices._grad.api import differentiated
 from jslices._grad.call import (
     ExchangeSpec,
-    LeafSpec,
     SparseSpec,
     UserCall,
     check_callable,
     check_inputs,
 )
-from jslices._grad.ids import RowsRead, joined, leaf_ids, one_by_one
+from jslices._grad.ids import RowsRead, joined, leaf_ids
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import NO_PREFETCH, Prefetched
 from jslices._jax import is_symbolic
@@ -28,6 +26,12 @@ from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.catch_up import CHUNK_ELEMENTS
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
+
+USED_WHOLE = (
+    "{} is used as a whole at {}, without gradient, so that all of its rows catch up in "
+    "each step. Look up the rows that are needed, table[ids], or compute that in a program "
+    "of its own, after params, state = tx.flush(params, state)"
+)
 
 
 def train_step(
@@ -156,7 +160,9 @@ def _up_to_date(
     may_peek = {i for i in every if tx.peeks and _is_one_program(planned, i)}
     reads = RowsRead(call, planned)
     for i, line in reads.whole_lines.items():
-        _hint_of_a_whole_read(planned.leaves[i], line)
+        if is_below(HINT_BYTES, planned.leaves[i].num_bytes):
+            what = ("whole", planned.leaves[i].name, line)
+            hint_once(what, USED_WHOLE.format(planned.leaves[i], line))
     if reads.sources:  # row numbers follow from these, which catch up before
         sources = call.mirror(i in reads.sources or None for i in every)
         params, state = tx.catch_up(params, state, sources)
@@ -186,22 +192,11 @@ def _up_to_date(
         return {i: x for i, x in enumerate(leaves) if x is not None}
 
     now = peek(dict.fromkeys(small, True) | {i: rows[i] for i in by_rows})
-    alone = peek({i: one_by_one(others[i]) for i in by_rows if others[i] is not None})
+    alone = peek({i: x for i, x in enumerate(others) if i in by_rows and x is not None})
     taken = {(i, True): now.pop(i) for i in by_rows & now.keys()}
     taken |= {(i, False): x for i, x in alone.items()}
     call = call.at(call.mirror(now.get(i, p) for i, p in enumerate(call.primals)))
     return (params, state), call, taken, [i in small | by_rows for i in every]
-
-
-def _hint_of_a_whole_read(leaf: LeafSpec, line: UserLine) -> None:
-    if is_below(HINT_BYTES, leaf.num_bytes):
-        hint_once(
-            ("whole", leaf.name, line),
-            f"{leaf} is used as a whole at {line}, without gradient, so that all of its "
-            "rows catch up in each step. Look up the rows that are needed, table[ids], or "
-            "compute that in a program of its own, after params, state = tx.flush(params, "
-            "state)",
-        )
 
 
 def _is_state(x: PyTree) -> bool:
