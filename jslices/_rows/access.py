@@ -377,8 +377,8 @@ def at_once(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
     Where one of them says which rows to write, and others were read from the same table,
     XLA then reads first, and need not copy the table. A barrier does it, but XLA:CPU takes
-    it out before it fuses and looks for copies (jax 0.10 to 0.12). There a branch stays, if
-    XLA cannot tell that it is never taken, as nothing exceeds infinity.
+    it out before it fuses and looks for copies (jax 0.10.2; 0.12 does not). There a branch
+    stays, if XLA cannot tell that it is never taken, as nothing exceeds infinity.
     """
     barrier = lambda *arrays: lax.optimization_barrier(list(arrays))  # noqa: E731
     types = [jax.typeof(x) for x in arrays]
