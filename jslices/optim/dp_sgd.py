@@ -133,6 +133,8 @@ def dp_sgd(
         return tx.apply(*args, peeked=peeked)
 
     def of_rows(rows: StateOfRows) -> GradientTransformation:
+        if rows.numbers is None:
+            return tx
         raise InvalidArgumentError(
             "dp_sgd steps tables whose rows are all in memory: those of a HostTable that "
             "were never read would never get noise"

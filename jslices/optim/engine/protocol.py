@@ -33,16 +33,19 @@ class StateOfRows:
     """
 
     state: Any  #: of ``tx.init`` for the array.
-    numbers: Any  #: ``[U]``, of its rows in the table.
+    numbers: Any  #: ``[U]``, of its rows in the table; None if they are not known.
     num_rows: int = dataclasses.field(metadata={"static": True})  #: V, of the table.
 
     def renumbered(self, f: Any) -> Any:
-        """A function of the table's row numbers as one of the array's; others stay."""
-        if not callable(f):
-            return f
+        """What is said of the table's rows, of those of the array; a number stays."""
+        by_row = callable(f) or jnp.ndim(f)
+        if self.numbers is None or not by_row:
+            return None if by_row else f
         dtype = access.index_dtype(self.num_rows, np.dtype(np.int32))
-        rows = self.numbers.astype(dtype).at
-        return lambda at: f(rows[at].get(mode="fill", fill_value=self.num_rows))
+        rows = self.numbers.astype(dtype)
+        if not callable(f):
+            return jnp.asarray(f).at[rows].get(mode="fill", fill_value=0)
+        return lambda at: f(rows.at[at].get(mode="fill", fill_value=self.num_rows))
 
 
 #: What optimizers of TensorFlow and PyTorch, and Flax's TrainState, call by other names.
@@ -141,8 +144,8 @@ class GradientTransformation:
         lost = ["of_rows", "averaged"] if other_step else ["averaged"] * ("init" in parts)
         return GradientTransformation(**{**self._parts, **dict.fromkeys(lost), **parts})
 
-    def of_rows(self, rows: StateOfRows) -> "GradientTransformation":
-        """That of an array of these rows, if it goes by row numbers, or else itself."""
+    def of_rows(self, rows: Any = StateOfRows(None, None, 0)) -> "GradientTransformation":
+        """The same for an array of these rows, or of new ones, whichever they are."""
         of_rows = self._parts["of_rows"]
         return self if of_rows is None else of_rows(rows).replace(of_rows=None)
 

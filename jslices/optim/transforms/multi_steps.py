@@ -135,6 +135,8 @@ def multi_steps(
 
     whole = lambda state, part: state._replace(inner_opt_state=part)  # noqa: E731
     late = base.catching_up(opt, part, whole)
+    anew = lambda opt: multi_steps(opt, every_k_schedule, grads, use_grad_mean)  # noqa: E731
+    late["of_rows"] = base.renumbering(anew, opt)
     update = functools.partial(run, "update", _no_updates)
     apply = functools.partial(run, "apply", lambda step, *unchanged: unchanged)
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)
