@@ -719,6 +719,68 @@ def test_chain_hands_catching_up_on():
         js.optim.chain(0.1)
 
 
+#: Links that leave rows without gradient alone; the first ones have something to do.
+LINKS = [
+    js.optim.combine_duplicates("mean"),
+    js.optim.clip(0.5),
+    js.optim.clip_row_norms(0.4),
+    js.optim.clip_global_norm(1.0),
+    js.optim.clip_by_block_rms(0.05),
+    js.optim.scale(2.0),
+    js.optim.scale(lambda rows: jnp.where(rows < 5, 0.5, 1.0)),
+    js.optim.clip(jnp.float32(9.0)),
+    js.optim.masked(js.optim.clip(9.0), True),
+    js.optim.partition({0: js.optim.clip_row_norms(9.0)}, 0),
+    js.optim.freeze_rows(js.optim.clip(9.0), np.arange(16) == 3),
+    js.from_optax(optax.clip_by_global_norm(9.0)),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, exchange",
+    slow_unless(
+        [(kind, plan) for kind in ("Auto", "Explicit") for plan in (None, "all_to_all")],
+        lambda case: case in [("Auto", None), ("Explicit", "all_to_all")],
+    ),
+)
+def test_a_chain_on_a_mesh_takes_the_links_that_it_takes_on_one_device(kind, exchange):
+    """There a program also says where arrays are, which is nothing that rows do."""
+    start = np.asarray(START[:16])
+    ids = np.array([[0, 3, 3, 1, 5, 7, 15, 2], [7, 9, 9, 4, 0, 12, 3, 8]])
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+
+    def loss(table, ids):
+        return (js.embedding_lookup(table, ids) ** 2).sum()
+
+    def trained(tx, place, exchange=None):
+        step = js.train_step(loss, tx, exchange=exchange)
+
+        @fast_jit
+        def run(table, state, *batches):
+            for ids in batches:
+                table, state, _ = step(table, state, ids)
+            return tx.flush(table, state)[0]
+
+        table = jax.device_put(start, place)
+        return run, table, tx.init(table), *jax.device_put([*ids], place)
+
+    tx = js.optim.chain(*LINKS, js.adam(0.1, untouched="exact"))
+    run, *args = trained(tx, jax.devices()[0])
+    wanted = run(*args)
+    assert (wanted[3] == start[3]).all() and (wanted[7] != start[7]).all()
+    rows = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    plan = exchange and js.Exchange("x", exchange, 4.0)
+    decay = js.from_optax(optax.add_decayed_weights(0.1))
+    moves = js.optim.chain(decay, js.adam(0.1, untouched="exact"))
+    with jax.set_mesh(mesh):
+        run, *args = trained(tx, rows, plan)
+        assert_close(run(*args), wanted, rtol=1e-5, atol=1e-6)
+        run, *args = trained(moves, rows, plan)
+        with pytest.raises(ValueError, match="this chain moves rows without gradient"):
+            run(*args)
+
+
 def test_flush_is_in_place_and_goes_over_the_table_in_chunks():
     """The step is proved in test_proof.py."""
     rows, dim = 200_000, 16

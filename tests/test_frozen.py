@@ -258,8 +258,10 @@ def test_rows_thaw_in_a_resized_table():
     assert (here[5] != start()["table"][5]).all()
 
 
-def test_rows_that_are_reset_stay_frozen_or_free():
-    late = js.optim.freeze_rows(js.lion(0.1, **LATE), lambda rows: rows > 4)
+@pytest.mark.parametrize("bools", [False, True], ids=["function", "bools"])
+def test_rows_that_are_reset_stay_frozen_or_free(bools):
+    frozen = np.arange(V) > 4 if bools else lambda rows: rows > 4
+    late = js.optim.freeze_rows(js.lion(0.1, **LATE), frozen)
     params = start()["table"]
     params, state = late.apply(grads_of(0, False)["table"], late.init(params), params)
     reset = np.array([1, 7])
@@ -271,6 +273,107 @@ def test_rows_that_are_reset_stay_frozen_or_free():
         grads = js.IndexedSlices(jnp.ones((2, D)), ids, (V, D))
         params, state = late.apply(grads, *late.catch_up(params, state, ids)[::-1])
     assert (params[7] == 3).all() and (params[1] < 2.9).all()
+
+
+HIGH = np.arange(V) > 4
+ONE = grads_of(0, False)["table"]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        js.optim.multi_steps(js.optim.freeze_rows(js.sgd(0.1), HIGH), 1, ONE),
+        js.optim.with_state_dtype(js.optim.freeze_rows(js.adam(0.1), HIGH), "float32"),
+        js.optim.chain(js.optim.clip(1.0), js.optim.freeze_rows(js.adam(0.1), HIGH)),
+        js.optim.partition({0: js.optim.freeze_rows(js.adagrad(0.1), HIGH)}, 0),
+    ],
+    ids=["multi_steps", "with_state_dtype", "chain", "partition"],
+)
+def test_rows_are_reset_whatever_stands_around(tx):
+    params, rows = start()["table"], np.array([1, 7])
+    params = params.astype("bfloat16" if "state_dtype" in repr(tx) else "float32")
+    state = tx.init(params)
+    reset, new = js.checkpoint.reset_rows(tx, params, state, rows, 3)
+    assert (reset[rows] == 3).all() and (reset[2] == params[2]).all()
+    assert jax.tree.structure(state) == jax.tree.structure(new)
+    assert [x.dtype for x in jax.tree.leaves(new)] == [
+        x.dtype for x in jax.tree.leaves(state)
+    ]
+
+
+def test_two_tables_are_reset_of_which_bools_freeze_rows():
+    params = {"a": jnp.ones((V, D)), "b": jnp.ones((2 * V, D)), "c": jnp.ones(2)}
+    frozen = {"a": FROZEN, "b": np.tile(FROZEN, 2), "c": True}
+    tx = js.optim.freeze_rows(js.adam(0.1, **LATE), frozen)
+    rows = {"a": np.array([3]), "b": np.array([3, 2 * V - 1]), "c": None}
+    values = {"a": 4.0, "b": np.array([[5.0], [6.0]]), "c": None}
+    new, _ = js.checkpoint.reset_rows(tx, params, tx.init(params), rows, values)
+    np.testing.assert_array_equal(new["a"][:, 0], [1, 1, 1, 4, 1, 1, 1, 1, 1])
+    assert new["b"][jnp.array([2, 3, 2 * V - 1]), 0].tolist() == [1, 5, 6]
+
+
+WHOLE = {"table": jnp.ones((V, D)), "layers": jnp.ones((2, V, D)), "w": jnp.ones(D)}
+WHOLE |= {"scale": jnp.ones(()), "free": jnp.ones(D)}
+#: Bools of Python and of NumPy, for arrays of any number of axes.
+ALL_BUT_ONE = {"table": True, "layers": np.True_, "w": np.bool_(1), "scale": True}
+ALL_BUT_ONE |= {"free": False}
+
+
+def of_all(params, ids):
+    rows = params["table"][ids] * params["scale"] + params["layers"][1, ids]
+    return (rows @ params["w"]).sum() ** 2 * params["free"].sum()
+
+
+@pytest.mark.parametrize(
+    "untouched, form, dense",
+    slow_unless(
+        [
+            (untouched, form, dense)
+            for untouched, form in (("lazy", "tx"), ("exact", "tx"), ("exact", "state"))
+            for dense in (False, True)
+        ],
+        lambda case: case[2] == (case[1] == "state"),
+    ),
+)
+def test_a_bool_freezes_all_of_an_array(untouched, form, dense):
+    tx = js.adamw(0.1, weight_decay=0.1, untouched=untouched)
+    if form == "tx":
+        tx = js.optim.freeze_rows(tx, ALL_BUT_ONE)
+    state = tx.init(WHOLE)
+    if form == "state":
+        state = js.optim.freeze_rows(state, ALL_BUT_ONE)
+    step = js.train_step(of_all, tx, sparse=False if dense else None)
+
+    @fast_jit
+    def run(params, state):
+        for ids in ([1, 1, 4], [2, 4, 0]):
+            params, state, _ = step(params, state, jnp.array(ids))
+        ids = jnp.array([1, 8])
+        rows = {"table": ids, "layers": None, "w": True, "scale": True, "free": True}
+        params, state = tx.catch_up(params, state, rows)
+        grads = {**jax.tree.map(jnp.ones_like, WHOLE), "layers": None}
+        grads["table"] = js.IndexedSlices(jnp.ones((2, D)), ids, (V, D))
+        updates, state = tx.update(grads, state, params)
+        return tx.flush(js.apply_updates(params, updates), state)[0]
+
+    params = run(WHOLE, state)
+    assert (params["free"] != 1).all()
+    for name in WHOLE.keys() - {"free"}:
+        np.testing.assert_array_equal(params[name], WHOLE[name], name)
+
+
+def test_true_freezes_everything_and_false_nothing():
+    for frozen in (True, False, np.True_, np.False_):
+        tx = js.optim.freeze_rows(js.sgd(1.0), frozen)
+        new, _ = tx.apply(WHOLE, tx.init(WHOLE), WHOLE)
+        assert all((x == bool(frozen)).all() for x in jax.tree.leaves(new))
+    # In a state without clocks there is nothing that False would have to be noted in.
+    tx = js.optim.partition({"a": EXACTLY, "b": js.sgd(0.1)}, {"table": "a", "w": "b"})
+    state = js.optim.freeze_rows(tx.init(start()), {"table": True, "w": False})
+    clock = state.inner_states["a"].inner_state.clock
+    assert (clock.last["table"] > 2**30).all()
+    with pytest.raises(TypeError, match="for every table whose rows are frozen"):
+        js.optim.freeze_rows(tx.init(start()), {"table": True, "w": True})
 
 
 def test_forms_of_frozen():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, dense, fast_jit
+from optimizers import FIRST, make
 
 import jslices as js
 
@@ -91,6 +92,161 @@ def test_apply_if_finite_leaves_a_bad_step_out():
     updates, after = fast_jit(tx.update)(bad, state, PARAMS)
     assert not js.is_slices(updates["table"]) or not updates["table"].values.any()
     jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
+
+
+#: More entries than rows, summed first or in a pass over all rows; a pass over more rows.
+MANY = {"weekdays": (7, 3, 20), "many": (7, 3, 600), "shops": (1000, 16, 600)}
+
+
+def many(name, seed):
+    rows, dim, count = MANY[name]
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, rows + 1, count).astype(np.int32)
+    return js.IndexedSlices(
+        rng.normal(size=(count, dim)).astype(np.float32), ids, (rows, dim)
+    )
+
+
+@pytest.mark.parametrize(
+    "tx, name",
+    [
+        (ADAM, "weekdays"),
+        (js.optim.chain(js.optim.clip(0.5), ADAM, js.optim.scale(2.0)), "many"),
+        (js.from_optax(optax.adam(0.1)), "weekdays"),
+        (js.sgd(0.1, momentum=0.9), "shops"),
+    ],
+    ids=["weekdays", "chain", "from_optax", "shops"],
+)
+def test_apply_if_finite_of_small_tables(tx, name):
+    """Its ``lax.cond`` wants an update of as many entries as the gradient."""
+    guarded = optax.apply_if_finite(tx, 3)
+    good, bad, more = (many(name, seed) for seed in range(3))
+    bad = bad.with_values(bad.values + np.float32(np.nan))
+    table = np.ones(good.dense_shape, np.float32)
+
+    @fast_jit
+    def step(table, state, grads):
+        updates, state = guarded.update(grads, state, table)
+        return js.apply_updates(table, updates), state
+
+    @fast_jit
+    def alone(table, *grads):
+        state = tx.init(table)
+        for each in grads:
+            table, state = tx.apply(each, state, table)
+        return table
+
+    state, after = guarded.init(table), table
+    for grads in (good, bad, more):
+        after, state = step(after, state, grads)
+    assert state.total_notfinite == 1
+    assert_close(after, alone(table, good, more), rtol=1e-5, atol=1e-6)
+
+
+def guarded(tx):
+    """A transformation of one's own, which passes extra arguments on."""
+
+    def update(grads, state, params=None, **extra_args):
+        zeros = lambda: (jax.tree.map(jnp.zeros_like, grads), state)  # noqa: E731
+        step = lambda: tx.update(grads, state, params, **extra_args)  # noqa: E731
+        return jax.lax.cond(js.all_finite(grads), step, zeros)
+
+    return js.optim.GradientTransformation(tx.init, update)
+
+
+GUARD = optax.apply_if_finite(js.optim.chain(js.optim.clip(9.0), ADAM), 3)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        js.optim.chain(js.optim.clip(9.0), GUARD, js.optim.scale(1.0)),
+        js.optim.partition({0: guarded(ADAM)}, 0),
+        js.optim.masked(js.optim.freeze_rows(GUARD, False), True),
+        js.optim.chain(optax.chain(guarded(js.optim.chain(ADAM, js.optim.scale(1.0))))),
+    ],
+    ids=["chain", "partition", "masked", "chains"],
+)
+def test_a_cond_inside_of_what_is_made_of_several(tx):
+    grads = many("weekdays", 0)
+    table = jax.ShapeDtypeStruct(grads.dense_shape, jnp.float32)
+    state = jax.eval_shape(tx.init, table)
+    updates, _ = jax.eval_shape(tx.update, grads, state, table)
+    assert updates.values.shape == grads.values.shape
+    assert jax.eval_shape(tx.apply, grads, state, table)[0].shape == table.shape
+
+
+def test_apply_if_finite_of_a_small_table_on_a_mesh():
+    kind = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+    rows = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    table, tx = np.ones((8, D), np.float32), optax.apply_if_finite(js.sgd(0.1), 3)
+    ids = np.random.default_rng(0).integers(0, 8, 64)
+
+    def step(table, state, ids, exchange=None):
+        loss = lambda table: (table[ids] ** 2).mean()  # noqa: E731
+        updates, state = tx.update(js.grad(loss, exchange=exchange)(table), state, table)
+        return js.apply_updates(table, updates)
+
+    wanted = fast_jit(step)(table, tx.init(table), ids)
+    split, ids = jax.device_put((table, ids), rows)
+    exchange = js.Exchange("x", "all_to_all", 4.0)
+    on_mesh = fast_jit(functools.partial(step, exchange=exchange))
+    with jax.set_mesh(mesh):
+        assert_close(on_mesh(split, tx.init(split), ids), wanted)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_an_update_of_a_program_has_as_many_entries_as_its_gradient(name):
+    grads = many(name, 0)
+    table = jax.ShapeDtypeStruct(grads.dense_shape, jnp.float32)
+    links = [js.optim.clip_row_norms(1.0), js.optim.combine_duplicates("mean")]
+    for tx in [*(make(js, name, 0.1, kwargs) for name, kwargs in FIRST), *links]:
+        state = jax.eval_shape(tx.init, table)
+        updates, _ = jax.eval_shape(tx.update, grads, state, table)
+        assert jax.tree.structure(updates) == jax.tree.structure(grads)
+        assert updates.values.shape == grads.values.shape
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_what_a_transformation_is_made_of_has_no_more_entries_than_it_needs(name):
+    grads = many(name, 0)
+    table = jax.ShapeDtypeStruct(grads.dense_shape, jnp.float32)
+    seen = []
+
+    def note(grads, state, params=None):
+        seen.append(grads.values.shape[0])
+        return grads, state
+
+    noting = js.optim.GradientTransformation(lambda params: (), note)
+    tx = js.optim.chain(js.optim.clip(1.0), ADAM, noting, noting)
+    for step in (tx.update, tx.apply):
+        jax.eval_shape(step, grads, jax.eval_shape(tx.init, table), table)
+    assert seen == [table.shape[0]] * 4
+
+
+def added(program):
+    """How many rows each scatter adds that knows each row to be there once."""
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scatter-add" and eqn.params["unique_indices"]:
+            yield eqn.invars[2].aval.shape[0]
+        leaves = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
+        for x in leaves:
+            if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
+                yield from added(getattr(x, "jaxpr", x))
+
+
+@pytest.mark.parametrize("name", ["weekdays", "many"])
+def test_no_more_entries_are_added_than_there_are_rows(name):
+    grads = many(name, 0)
+    table = jax.ShapeDtypeStruct(grads.dense_shape, jnp.float32)
+
+    def step(grads, state, table):
+        updates, _ = ADAM.update(grads, state, table)
+        return js.apply_updates(table, updates)
+
+    program = jax.make_jaxpr(step)(grads, jax.eval_shape(ADAM.init, table), table)
+    assert [*added(program.jaxpr)][-1] == table.shape[0]
 
 
 def test_exact_with_an_injected_learning_rate():

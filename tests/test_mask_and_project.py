@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import as_users, fast_jit, numpy_dense
+from helpers import as_users, fast_jit, numpy_dense, numpy_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,6 +98,16 @@ def test_mask_of_other_things():
     # Frozen rows that hold NaN are gone.
     nan = js.IndexedSlices(jnp.array([np.nan, 1]), jnp.array([1, 2]), (V,))
     assert js.all_finite(js.mask_rows(nan, KEEP))
+
+
+@pytest.mark.parametrize("keep", [True, np.False_])
+def test_one_bool_for_all(keep):
+    rows = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([0, 4, 4]), (5, 2))
+    for x in (rows, jnp.ones((3, 2, 2)), jnp.ones(())):
+        masked = js.mask_rows(x, keep)
+        wanted, found = numpy_tree((x, masked))
+        np.testing.assert_array_equal(found, wanted * keep)
+    assert js.mask_rows(rows, keep).indices.tolist() == ([0, 4, 4] if keep else [5] * 3)
 
 
 def test_a_table_without_rows():

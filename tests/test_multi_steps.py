@@ -147,6 +147,20 @@ def test_a_step_that_takes_all_rows():
     assert_close(*both(PARAMS))
 
 
+def test_an_update_names_the_rows_of_k_gradients_and_not_of_one():
+    """A pass over all rows returns more entries than one gradient has, and all count."""
+    first, second = (
+        js.IndexedSlices(np.ones((300, 4), np.float32), ids, (700, 4))
+        for ids in np.arange(600).reshape(2, 300)
+    )
+    table = np.zeros((700, 4), np.float32)
+    tx = js.optim.multi_steps(js.adam(0.1), 2, first)
+    _, state = tx.update(first, tx.init(table), table)
+    updates, _ = fast_jit(lambda grads: tx.update(grads, state, table))(second)
+    moved = np.asarray(js.apply_updates(table, updates)[:, 0])
+    np.testing.assert_allclose(moved, -0.1 * (np.arange(700) < 600), rtol=1e-4)
+
+
 def test_the_sum_of_gradients():
     got = train(wrapped("sgd", use_grad_mean=False), "jit")[K - 1 :: K]
     for (params, _), (there, _) in zip(got, wanted("sgd", "sum"), strict=True):

@@ -239,7 +239,14 @@ def test_of_16_bits_is_in_float32():
         ),
         (lambda ema: ema(js.adamw(0.1, **FAST), 0.95), "leaves 0.9 of a row"),
         (lambda ema: ema(js.adamw(lambda n: n / 99, **FAST), 0.95), "no faster than"),
-        (lambda ema: ema(js.optim.chain(js.sgd(0.1)), 0.9), "links go around it"),
+        (
+            lambda ema: ema(js.optim.chain(js.sgd(0.1)), 0.9),
+            "links and wrappers go around it",
+        ),
+        (
+            lambda ema: ema(js.optim.freeze_rows(js.sgd(0.1), True), 0.9),
+            r"got freeze_rows.*around it: ema = .*, then jslices\.optim\.freeze_rows\(ema",
+        ),
         (lambda ema: ema(optax.adam(0.1), 0.9), "wants a plain optimizer"),
         (lambda ema: ema(js.sgd(0.1), 0.0), "decay above 0"),
     ],

@@ -146,6 +146,63 @@ def test_exact_rows_catch_up_inside(wrap, way):
     assert_close(params, wanted, rtol=1e-4, atol=1e-5)
 
 
+SHAPES = jax.eval_shape(grad, PARAMS, IDS[0])
+OUT = js.optim.MaskedNode()
+
+
+@pytest.mark.parametrize(
+    "untouched, way",
+    slow_unless(
+        [
+            *((x, way) for x in ("lazy", "exact") for way in ("update", "apply")),
+            ("exact", "train_step"),
+        ],
+        lambda case: case in [("lazy", "update"), ("exact", "train_step")],
+    ),
+)
+def test_multi_steps_of_some_parameters(untouched, way):
+    """As Optax's of them, on dense gradients; those of its dense parameters as well."""
+    make = js.sgd if untouched == "lazy" else functools.partial(js.adam, untouched="exact")
+    theirs = optax.sgd if untouched == "lazy" else optax.adam
+    dense = optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()
+    table = optax.MultiSteps(theirs(0.1), 2).gradient_transformation()
+    reference = optax.partition({"table": table, "dense": dense}, LABELS)
+    steps = np.concatenate([IDS, IDS[::-1]])  # the last of which is a step of both
+    wanted, _ = train(reference, jax.grad(loss), steps=steps)
+    tx = js.optim.multi_steps(make(0.1), 2, SHAPES)
+    tx = js.optim.partition({"table": tx, "dense": dense}, LABELS)
+    if way == "train_step":
+        step = fast_jit(js.train_step(loss, tx))
+        params, state = PARAMS, tx.init(PARAMS)
+        for ids in steps:
+            params, state, _ = step(params, state, ids)
+    else:
+        params, state = train(tx, grad, way, steps)
+    assert_close(tx.flush(params, state)[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [SHAPES, {"table": SHAPES["table"], "mlp": {"w": OUT, "b": OUT}}],
+    ids=["of all", "of its own"],
+)
+def test_multi_steps_in_a_mask(shapes):
+    tables = {"table": True, "mlp": False}
+    table = js.optim.masked(js.optim.multi_steps(js.sgd(0.1), 2, shapes), tables)
+    state = table.init(PARAMS)
+    assert state.inner_state.acc_grads["mlp"]["w"] == OUT
+    plan = table.plan(SHAPES, PARAMS)
+    assert plan["table"].entries == 8 and plan["mlp"]["w"] is None
+    (params, state), (first, _) = (train(table, grad, steps=IDS[:n]) for n in (2, 1))
+    np.testing.assert_array_equal(first["table"], PARAMS["table"])
+    reference = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    wanted, _ = train(optax.masked(reference, tables), jax.grad(loss), steps=IDS[:2])
+    assert_close(params, wanted)
+    only = {"table": SHAPES["table"]}
+    with pytest.raises(ValueError, match=r"multi_steps was made for gradients.*, got "):
+        js.optim.multi_steps(js.sgd(0.1), 2, only).update(SHAPES, state.inner_state, PARAMS)
+
+
 def test_inside_a_chain_of_optax_and_a_scan():
     tx = optax.chain(js.optim.partition(INNER, FORMS["function"]), optax.identity())
 

@@ -235,7 +235,6 @@ REFUSED = [
     (of_whole_layers, LAZY, r"may be numbered by 2 axes; give bools"),
     (of_whole_layers, BY_ROW["scale"], r"may be numbered by 2 axes; keep groups"),
     (layers, BY_ROW["freeze_rows, exact"], r"by 2 axes; give bools of shape \(2, 8\)"),
-    (on_a_host, lambda of: js.optim.freeze_rows(js.sgd(0.1), SOME), r"lambda rows: froz"),
 ]
 
 
@@ -243,6 +242,17 @@ REFUSED = [
 def test_or_are_refused(way, make, message):
     with pytest.raises(ValueError, match=message):
         way(make)
+
+
+@pytest.mark.parametrize("tx", [js.adam(0.1), js.adam(0.1, **EXACT)], ids=["lazy", "exact"])
+def test_bools_are_those_of_the_rows_of_a_host_table(tx):
+    frozen = js.optim.freeze_rows(tx, SOME)
+    wanted = np.asarray(train(lambda of: frozen))
+    assert_close(on_a_host(lambda of: frozen), wanted, rtol=1e-5, atol=1e-6)
+    assert (wanted == START).all(1)[[3, 9]].all() and (wanted[7] != START[7]).all()
+    wide = js.optim.with_state_dtype(frozen, "float32")
+    rows, _ = js.HostTable((V, D), wide, dtype="bfloat16").fetch(np.arange(2))
+    assert rows.unpack()[1].state.mu.dtype == "float32"
 
 
 def test_packed_rows_are_frozen_together_or_masked_by_entry():

@@ -86,8 +86,9 @@ class _UpdateWalk(ProgramWalk[Any]):
         self.mixing: list[str] = []  #: the equations that mix rows
 
     def constant(self, value: Any) -> Any:
-        is_number = isinstance(value, np.generic | np.ndarray | int | float | complex)
-        return np.asarray(value)[()] if is_number and not np.ndim(value) else None
+        is_number = isinstance(getattr(value, "dtype", np.dtype(float)), np.dtype)
+        known = is_number and not np.ndim(value) and not isinstance(value, jax.core.Tracer)
+        return np.asarray(value)[()] if known else None
 
     def cond(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         each = [self.program(branch, operands[1:]) for branch in eqn.params["branches"]]
@@ -96,6 +97,9 @@ class _UpdateWalk(ProgramWalk[Any]):
     custom = checkpoint = ProgramWalk.call  # no derivative is asked for
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
+        # Where rows are: on a mesh JAX adds its own.
+        if _jax.kind(eqn) in ("device_put", "reshard", "sharding_constraint"):
+            return operands
         if _adds_nothing(eqn, operands):
             return [None]
         if self._is_row_by_row(eqn):

@@ -174,7 +174,7 @@ def _refuse_hidden_row_numbers(tx: GradientTransformation, table: Any) -> None:
 def _state(tx: GradientTransformation, shape: Sequence[int], dtype: DTypeLike) -> Any:
     """Paths and abstract values of the state of a table, and its structure."""
     try:
-        state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct(tuple(shape), dtype))
+        state = jax.eval_shape(tx.of_rows().init, jax.ShapeDtypeStruct(shape, dtype))
     except ValueError as error:
         raise InvalidArgumentError(
             f"HostTable asks tx.init for the state of tables of several sizes, and for one "

@@ -12,7 +12,7 @@ from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices._host_table.records import Part, Records
 from jslices.dynamic.host import Batch
-from jslices.extend import State, StateOfRows, key_bits, last_done, round_rows
+from jslices.extend import State, StateOfRows, key_bits, round_rows
 
 
 @jax.tree_util.register_dataclass
@@ -133,21 +133,13 @@ def initial_records(
     layout: Layout, start: jax.Array, shared: Any = None
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Records of rows ``[n, *D]`` that begin, and the values that all rows share."""
-    narrow = layout.fields[0].dtype
-
-    def free(path: Any, x: jax.Array) -> jax.Array:  # which are frozen is not known here
-        is_clock = jax.tree_util.keystr(path).endswith(".clock.last")
-        return last_done(x) if is_clock else x
-
-    def records_of(state: State) -> tuple[jax.Array, list[jax.Array]]:
-        state = jax.tree_util.tree_map_with_path(free, state)
-        return layout.pack(start, state, lambda table: table.astype(narrow))
-
-    packed = records_of(layout.tx.init(start))
+    tx, narrow = layout.tx.of_rows(), lambda table: table.astype(layout.fields[0].dtype)
+    records_of = functools.partial(layout.pack, start, narrow=narrow)
+    packed = records_of(tx.init(start))
     if shared is None:
         return packed  # they begin with the table; the others now, and have missed no step
     _, state = layout.unpack(packed[0], shared)
-    _, later = layout.tx.flush(start, state)
+    _, later = tx.flush(start, state)
 
     def begun(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
         return new if ".clock" in jax.tree_util.keystr(path) else old

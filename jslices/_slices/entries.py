@@ -22,7 +22,9 @@ class Facts(NamedTuple):
     """Facts about slices that are known while tracing, besides shapes and dtypes.
 
     Attributes:
-      distinct: whether no row is held twice, so that adding the rows takes no sort.
+      distinct: whether no row is held twice, so that adding the rows takes no sort, and
+        the first V entries hold all rows.
+      named: how many entries would suffice, if that is known.
       placement: which devices of a mesh hold the rows of the array; each of them holds the
         entries of its own rows. ``indices`` are still row numbers of the whole array.
         Reading or writing rows of the array then needs nothing from other devices.
@@ -39,6 +41,7 @@ class Facts(NamedTuple):
     placement: Placement | None = None
     packed: int = 1
     unconjugated: bool = False
+    named: int | None = None
 
     @property
     def lasting(self) -> "Facts":

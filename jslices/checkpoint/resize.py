@@ -221,7 +221,7 @@ def _begun(
     names, leaves, structure = named_leaves(params)
     tables = dict(zip(names, leaves, strict=True))
     begin = structure.unflatten(changes.get(n, (0, x))[1] for n, x in tables.items())
-    old, start = _by_name(state), _by_name(jax.jit(tx.init)(begin))
+    old, start = _by_name(state), _by_name(jax.jit(tx.of_rows().init)(begin))
     _check_names("state", old, start, "tx.init(params) has", "reset_rows")
     owners = _owners(old, tables, structure)
 

@@ -131,6 +131,8 @@ def dp_sgd(
         tx.check(*args, **extra_args)
 
     def of_rows(rows: StateOfRows) -> GradientTransformation:
+        if rows.numbers is None:
+            return tx
         raise InvalidArgumentError(
             "dp_sgd steps tables whose rows are all in memory: those of a HostTable that "
             "were never read would never get noise"

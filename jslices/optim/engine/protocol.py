@@ -16,12 +16,13 @@ from jax.tree_util import PyTreeDef
 from jslices._arguments import check_array
 from jslices._densify import warn_at_line
 from jslices._errors import InvalidArgumentError
-from jslices._jax import flatten, takes_tables
+from jslices._jax import flatten, is_staged, takes_tables
 from jslices._place import boundary
 from jslices._place.hints import hint_dense
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, each_shard
+from jslices._slices.slices import deduplicated, rows_at, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 
 
@@ -34,16 +35,19 @@ class StateOfRows:
     """
 
     state: Any  #: of ``tx.init`` for the array.
-    numbers: Any  #: ``[U]``, of its rows in the table.
+    numbers: Any  #: ``[U]``, of its rows in the table; None if they are not known.
     num_rows: int = dataclasses.field(metadata={"static": True})  #: V, of the table.
 
     def renumbered(self, f: Any) -> Any:
-        """A function of the table's row numbers as one of the array's; others stay."""
-        if not callable(f):
-            return f
+        """What is said of the table's rows, of those of the array; a number stays."""
+        by_row = callable(f) or jnp.ndim(f)
+        if self.numbers is None or not by_row:
+            return None if by_row else f
         dtype = access.index_dtype(self.num_rows, np.dtype(np.int32))
-        rows = self.numbers.astype(dtype).at
-        return lambda at: f(rows[at].get(mode="fill", fill_value=self.num_rows))
+        rows = self.numbers.astype(dtype)
+        if not callable(f):
+            return jnp.asarray(f).at[rows].get(mode="fill", fill_value=0)
+        return lambda at: f(rows.at[at].get(mode="fill", fill_value=self.num_rows))
 
 
 #: What optimizers of TensorFlow and PyTorch, and Flax's TrainState, call by other names.
@@ -70,7 +74,8 @@ class GradientTransformation:
         which each transformation takes those that it names. ``grads`` mirrors
         ``params``, with an IndexedSlices where the gradient is sparse, None where there
         is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
-        ``optax.apply_updates``) adds.
+        ``optax.apply_updates``) adds. In a program these have as many entries as the
+        gradients, so that ``lax.cond`` may choose between them (``apply_if_finite``).
       catch_up: for rows that catch up, see :meth:`catch_up`.
       flush: the same for all rows; None for ``catch_up`` of all of them.
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
@@ -114,7 +119,7 @@ class GradientTransformation:
         self.check: Any = check
         names = ("update", "apply", "catch_up", "flush", "peek")
         self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
-        self._step = step or in_two(self.update)
+        self._step = step or in_two(functools.partial(self.update, inside=True))
         #: Whether it goes by row numbers, or by how many rows there are.
         self.goes_by_row = of_rows is not None
         # Bound once, so that jax.jit(tx.apply) finds its program again.
@@ -143,8 +148,8 @@ class GradientTransformation:
         lost = ["of_rows", "averaged"] if other_step else ["averaged"] * ("init" in parts)
         return GradientTransformation(**{**self._parts, **dict.fromkeys(lost), **parts})
 
-    def of_rows(self, rows: StateOfRows) -> "GradientTransformation":
-        """That of an array of these rows, if it goes by row numbers, or else itself."""
+    def of_rows(self, rows: Any = StateOfRows(None, None, 0)) -> "GradientTransformation":
+        """The same for an array of these rows, or of new ones, whichever they are."""
         of_rows = self._parts["of_rows"]
         return self if of_rows is None else of_rows(rows).replace(of_rows=None)
 
@@ -170,12 +175,17 @@ class GradientTransformation:
                     "clip_by_block_rms the rows of the table: put them outside of it, in "
                     "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
                 )
+            # Not inside of another transformation, whose update is the one that counts.
+            fits = not extra_args.pop("inside", name != "update") and is_staged()
             if name in ("update", "apply"):
                 grads = _looked_at(grads, "without_numbers" in extra_args)
             if self.check is not None:
                 self.check(name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
-            return part(grads, state, *args, **named)
+            result = part(grads, state, *args, **named)
+            if not fits:
+                return result
+            return jax.tree.map(_fitted, result[0], grads, is_leaf=is_leaf), *result[1:]
 
         return run
 
@@ -367,6 +377,29 @@ def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
     return apply
 
 
+def _fitted(update: Leaf, grad: Leaf) -> Leaf:
+    """An update of as many entries as the gradient, if these suffice for its rows."""
+    if not (isinstance(update, IndexedSlices) and isinstance(grad, IndexedSlices)):
+        return update
+    placement = update.facts.placement if update.is_placed else None
+    shards = placement.shards if placement else 1
+    count, held = (x.values.shape[0] // shards for x in (grad, update))
+    if held == count or (update.facts.named or held) > count:
+        return update
+
+    def fitted(u: IndexedSlices) -> IndexedSlices:
+        at, empty = jnp.arange(count), access.empty_index(u.num_rows, u.indices.dtype)
+        if held > count and placement:  # of all rows
+            at, _ = access.kept_positions(u.indices < empty, count, "update")
+        elif held > count:
+            at = deduplicated(grad).indices
+        values = rows_at(u.values, at, fill_value=0)
+        indices = rows_at(u.indices, at, fill_value=empty)
+        return slices_of(values, indices, u.dense_shape, u.facts)
+
+    return each_shard(fitted, update) if placement else fitted(update)
+
+
 def widening(
     update: Callable[..., tuple[Any, Any]], key: Key | None
 ) -> Callable[..., tuple[Any, Any]]:
@@ -515,7 +548,9 @@ def add_update(
             return add_update(path, rows, param, bits, number)
 
         return each_shard(add, update, param, with_numbers=True)
-    how = update.indices, update.values, update.facts.distinct
+    height = update.num_rows if update.facts.distinct and placement is None else None
+    room = access.room_for_distinct(update.values.shape[0], height)
+    how = update.indices[:room], update.values[:room], update.facts.distinct
     if bits is None:
         return boundary.row_major_array(add_rows(param, *how))
     return boundary.row_major_array(rounding.add_rows_rounding(param, *how, bits, number))

@@ -62,7 +62,7 @@ class Plan:
     Attributes:
       way: ``"together"``, ``"in chunks"`` or ``"all rows"``.
       entries: K, the entries of the gradient, duplicates counted.
-      capacity: U, the entries of the update.
+      capacity: U, the rows that there is room for.
       sums: whether the entries of a row are summed first.
       chunk: the rows stepped at a time; for the way in chunks alone.
       why: the reason, in words.
@@ -242,7 +242,7 @@ def step_rows(
         return tuple(map(row_major_array, (first, *new)))
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     distinct |= cpu.sums or cpu.way == "all rows"
-    facts = grad.facts.lasting._replace(distinct=distinct)
+    facts = grad.facts.lasting._replace(distinct=distinct, named=grad.values.shape[0])
     return slices_of(first, indices, shape, facts), *map(row_major_array, new)
 
 

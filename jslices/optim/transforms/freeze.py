@@ -20,8 +20,8 @@ from jslices.optim.engine.protocol import StateOfRows, is_leaf
 from jslices.optim.transforms import base
 from jslices.optim.transforms.rows import check_by_row, only_rows
 
-#: Which rows never move: bools ``[V]``, or a function of row numbers.
-Frozen: TypeAlias = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
+#: Which rows never move: bools ``[V]``, a function of row numbers, or a bool for all.
+Frozen: TypeAlias = jax.Array | np.ndarray | bool | Callable[[jax.Array], jax.Array]
 
 ARGUMENT = "freeze_rows(frozen=...)"
 
@@ -52,8 +52,8 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         last step of every row.
       frozen: mirrors the parameters or is a prefix of them. For a table ``[V, *D]`` bools
         ``[V]``, or a function that is given row numbers ``[n]`` and returns bools ``[n]``;
-        None for what stays free. Bools are part of the compiled program: for very large
-        tables a function is better.
+        True for all of an array, or a number; None or False for what stays free. Bools
+        are part of the compiled program: for very large tables a function is better.
 
     Returns:
       A :class:`GradientTransformation`. Its state is that of ``tx``, so that it can also be
@@ -84,6 +84,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     copy the old rows back after every step, or to zero their gradient, which leaves weight
     decay to move them.
     """
+    frozen = jax.tree.map(lambda x: None if x is False or x is np.False_ else x, frozen)
     if not hasattr(tx, "update"):
         return _frozen_state(tx, frozen)
     tx = base.as_transformation("freeze_rows", tx)
@@ -109,7 +110,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
         grads = each(_without_frozen, grads)
-        updates, state = tx.update(grads, state, params, **extra_args)
+        updates, state = tx.update(grads, state, params, **extra_args, inside=True)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         updates = each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates)
         return updates, after(grads, state)
@@ -203,14 +204,12 @@ def _check(bits: Frozen, shape: tuple[int | None, ...]) -> None:
             "numbers: lambda rows: jnp.isin(rows, numbers)"
         )
     sizes = shape[: array.ndim]
-    if (
-        not array.ndim
-        or len(sizes) < array.ndim
-        or any(n not in (None, m) for n, m in zip(sizes, array.shape, strict=True))
+    if len(sizes) < array.ndim or any(
+        n not in (None, m) for n, m in zip(sizes, array.shape, strict=True)
     ):
         raise ValueError(
             f"freeze_rows got bools of shape {array.shape} for a table of shape {shape}; "
-            "it wants one for each row. Of a HostTable type lambda rows: frozen[rows]"
+            "it wants one for each row, or True for all of the array"
         )
 
 
@@ -264,7 +263,7 @@ def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ..
         return ids  # which catch_up refuses
     num_rows, ids = shape[0], jnp.asarray(ids).reshape(-1)
     near = jnp.clip(ids, 0, max(num_rows - 1, 0))
-    stay = bits(near) if callable(bits) else jnp.asarray(bits).reshape(-1)[near]
+    stay = bits(near) if callable(bits) else jnp.take(jnp.ravel(bits), near, mode="clip")
     return jnp.where(stay, num_rows, ids)
 
 

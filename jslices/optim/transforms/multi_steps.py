@@ -26,8 +26,8 @@ from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.engine.transformation import check_fields
+from jslices.optim.transforms import base
 from jslices.optim.transforms.accumulate import merge_leaf, shapes_of
-from jslices.optim.transforms.base import as_transformation, catching_up
 
 
 class MultiStepsState(NamedTuple):
@@ -62,7 +62,8 @@ def multi_steps(
       every_k_schedule: k, the number of gradients to a step; an int, because the buffer
         for the rows has a static size.
       grads: a gradient, or its shapes: ``jax.eval_shape(js.grad(loss), params, batch)``. It
-        tells which leaves are IndexedSlices, and K, the rows of each.
+        tells which leaves are IndexedSlices, and K, the rows of each. That of all
+        parameters also inside of ``partition`` or ``masked``, which say whose turn it is.
       use_grad_mean: False for the sum instead of the mean.
 
     Returns:
@@ -95,7 +96,7 @@ def multi_steps(
     Source: ``optax.MultiSteps``, whose sums are dense arrays, so that JAX refuses slices
     there. Its schedules of k and its skipping of steps are not offered.
     """
-    opt = as_transformation("multi_steps", opt)
+    opt = base.as_transformation("multi_steps", opt)
     buffers = _Buffers(grads, int(every_k_schedule), use_grad_mean)
 
     def init(params: Params) -> MultiStepsState:
@@ -135,7 +136,9 @@ def multi_steps(
         return opt.plan(total, params, platform)
 
     whole = lambda state, part: state._replace(inner_opt_state=part)  # noqa: E731
-    late = catching_up(opt, part, whole)
+    late = base.catching_up(opt, part, whole)
+    anew = lambda opt: multi_steps(opt, every_k_schedule, grads, use_grad_mean)  # noqa: E731
+    late["of_rows"] = base.renumbering(anew, opt)
     update = functools.partial(run, "update", _no_updates)
     apply = functools.partial(run, "apply", lambda step, *unchanged: unchanged)
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)
@@ -153,7 +156,7 @@ class _Buffers:
 
     def __init__(self, example: Gradients, k: int, mean: bool) -> None:
         self.k, self.divisor = k, k if mean else None
-        self.examples, self.structure = flatten(example, is_leaf=is_leaf)
+        self.examples, self.structure = flatten(example, is_leaf=base.is_leaf_or_masked)
 
     def empty(self, params: Params) -> PyTree:
         """The buffers before the first gradient."""
@@ -166,7 +169,7 @@ class _Buffers:
     def gather(self, grads: Gradients, state: MultiStepsState) -> tuple[PyTree, jax.Array]:
         """The buffers with ``grads`` as well, and whether a step is due."""
         check_fields("multi_steps", state, MultiStepsState)
-        leaves, structure = flatten(grads, is_leaf=is_leaf)
+        leaves, structure = flatten(grads, is_leaf=base.is_leaf_or_masked)
         if structure != self.structure:
             raise ValueError(
                 f"multi_steps was made for gradients {shapes_of(self.examples)} in "
@@ -181,7 +184,7 @@ class _Buffers:
                 x = _nothing(example)
             if is_slices(x):
                 check_slices(x)
-            if not _alike(x, example):
+            if not base.is_masked(x) and not _alike(x, example):
                 raise ValueError(
                     f"multi_steps was made for a gradient {shapes_of([example])}{path}, "
                     f"got {shapes_of([x])}; make it with a gradient like this"
@@ -221,8 +224,8 @@ def _nothing(shape: Leaf) -> Leaf:
 
 def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     """An empty buffer for k gradients like ``example``."""
-    if example is None:
-        return None
+    if example is None or base.is_masked(param):  # of another part of a partition
+        return None if example is None else param
     if not is_slices(example):
         return filled_like(param, 0, widened(jnp.zeros((), example.dtype)).dtype)
     values, indices = example.values, example.indices
@@ -248,8 +251,8 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
 
 def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
     """The buffer with ``grad`` as its n-th gradient; the first one clears it."""
-    if grad is None:
-        return None
+    if grad is None or base.is_masked(grad):
+        return grad
     if not is_slices(buffer):
         return jnp.where(n == 0, 0, buffer) + grad.astype(buffer.dtype)
     alike = grad.row_axes == buffer.row_axes
@@ -267,8 +270,8 @@ def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
 
 def _total(buffer: Leaf, example: Leaf, divisor: int | None) -> Leaf:
     """The sum of what a buffer holds, or its mean, in the dtype of the gradient."""
-    if buffer is None or is_slices(buffer):
-        return buffer if buffer is None else merge_leaf(buffer, divisor)
+    if buffer is None or is_slices(buffer) or base.is_masked(buffer):
+        return merge_leaf(buffer, divisor) if is_slices(buffer) else buffer
     total = buffer if divisor is None else buffer / divisor
     return total.astype(example.dtype)
 

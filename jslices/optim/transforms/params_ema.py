@@ -17,8 +17,8 @@ def params_ema(tx: Transformation, decay: Decay) -> GradientTransformation:
     Untouched rows: as ``tx`` treats them, and so are duplicates and out-of-range ids.
 
     Args:
-      tx: an optimizer of jslices; ``chain``, ``partition``, ``multi_steps`` and the like go
-        around ``params_ema(tx, decay)``.
+      tx: an optimizer of jslices; ``chain``, ``partition``, ``multi_steps``,
+        ``freeze_rows`` and the like go around ``params_ema(tx, decay)``.
       decay: above 0, below 1.
 
     Returns:
@@ -49,7 +49,7 @@ def params_ema(tx: Transformation, decay: Decay) -> GradientTransformation:
     if make is None or not decay:
         raise TypeError(
             f"params_ema wants a plain optimizer of jslices, decay above 0, got {tx!r}, "
-            f"{decay}; links go around it: jslices.optim.chain(jslices.optim.clip(0.1), "
-            "jslices.optim.params_ema(jslices.adam(1e-3), 0.999))"
+            f"{decay}; links and wrappers go around it: ema = jslices.optim.params_ema("
+            "jslices.adam(1e-3), 0.999), then jslices.optim.freeze_rows(ema, frozen)"
         )
     return make(float(decay))

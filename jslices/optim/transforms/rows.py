@@ -24,7 +24,7 @@ from jslices.optim.transforms.base import each_leaf
 from jslices.optim.transforms.clip import check_limit, clip_rows_by_norm
 from jslices.optim.transforms.norms import as_leaf
 
-Keep = jax.Array | np.ndarray | Callable[[jax.Array], jax.Array]
+Keep = jax.Array | np.ndarray | bool | Callable[[jax.Array], jax.Array]
 
 
 # --- Rows left out --------------------------------------------------------------------
@@ -48,7 +48,7 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
         row number; or a function that is given
         the indices ``[K]`` (``V`` in empty entries) and returns bool ``[K]``; or bool
         ``[K]``, entry by entry, where ``K`` is not ``V`` (where it is, or ``dense_shape``
-        is None, an array goes by row number: pass a function).
+        is None, an array goes by row number: pass a function); or one bool for all.
 
     Returns:
       IndexedSlices with values ``[K, *D]`` and indices ``[K]``, in the order they came; or
@@ -84,7 +84,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     """:func:`mask_rows`, with ``rest`` for the values of the other rows."""
     if not isinstance(slices, IndexedSlices):
         array = slices
-        if array.ndim == 0:
+        if array.ndim == 0 and (callable(keep) or jnp.ndim(keep)):
             raise ValueError("mask_rows wants rows [V, *D], got a scalar")
         axes = 1 if callable(keep) else max(1, min(jnp.ndim(keep), array.ndim))
         rows = jnp.arange(math.prod(array.shape[:axes])).reshape(array.shape[:axes])
@@ -127,6 +127,8 @@ def _allowed(keep: Keep, indices: jax.Array, sizes: tuple[int, ...] | None) -> j
             f"mask_rows wants keep to be bool, got {mask.dtype}{list(mask.shape)}; to keep "
             "rows by their numbers: keep=lambda indices: jnp.isin(indices, ids)"
         )
+    if not by_entry and not mask.ndim:  # of all of it
+        return jnp.broadcast_to(mask, indices.shape)
     of_rows = mask.ndim == 1 if sizes is None else mask.shape == sizes
     if not by_entry and of_rows:
         return rows_at(mask.reshape(-1), indices, fill_value=False)

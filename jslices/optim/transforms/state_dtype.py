@@ -10,7 +10,7 @@ from jslices._arguments import StateDtype
 from jslices._typing import Gradients, Params, PyTree, Transformation
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.transforms.base import as_transformation
+from jslices.optim.transforms.base import as_transformation, renumbering
 
 
 @combinator
@@ -61,4 +61,5 @@ def with_state_dtype(
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         return tx.plan(grads, jax.eval_shape(in_dtype, params), platform)
 
-    return tx.replace(init=lambda params: tx.init(in_dtype(params)), plan=plan)
+    of_rows = renumbering(lambda tx: with_state_dtype(tx, wide), tx)
+    return tx.replace(init=lambda p: tx.init(in_dtype(p)), plan=plan, of_rows=of_rows)
