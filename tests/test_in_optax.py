@@ -208,23 +208,6 @@ def test_an_update_of_a_program_has_as_many_entries_as_its_gradient(name):
         assert updates.values.shape == grads.values.shape
 
 
-@pytest.mark.parametrize("name", MANY)
-def test_what_a_transformation_is_made_of_has_no_more_entries_than_it_needs(name):
-    grads = many(name, 0)
-    table = jax.ShapeDtypeStruct(grads.dense_shape, jnp.float32)
-    seen = []
-
-    def note(grads, state, params=None):
-        seen.append(grads.values.shape[0])
-        return grads, state
-
-    noting = js.optim.GradientTransformation(lambda params: (), note)
-    tx = js.optim.chain(js.optim.clip(1.0), ADAM, noting, noting)
-    for step in (tx.update, tx.apply):
-        jax.eval_shape(step, grads, jax.eval_shape(tx.init, table), table)
-    assert seen == [table.shape[0]] * 4
-
-
 def added(program):
     """How many rows each scatter adds that knows each row to be there once."""
     for eqn in program.eqns:

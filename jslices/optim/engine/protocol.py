@@ -119,7 +119,7 @@ class GradientTransformation:
         self.check: Any = check
         names = ("update", "apply", "catch_up", "flush", "peek")
         self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
-        self._step = step or in_two(functools.partial(self.update, inside=True))
+        self._step = step or in_two(self._part("update", fits=False))
         #: Whether it goes by row numbers, or by how many rows there are.
         self.goes_by_row = of_rows is not None
         # Bound once, so that jax.jit(tx.apply) finds its program again.
@@ -153,8 +153,11 @@ class GradientTransformation:
         of_rows = self._parts["of_rows"]
         return self if of_rows is None else of_rows(rows).replace(of_rows=None)
 
-    def _part(self, name: str) -> Any:
-        """A part, which ignores extra arguments that it does not name, as in Optax."""
+    def _part(self, name: str, fits: bool = True) -> Any:
+        """A part, which ignores extra arguments that it does not name, as in Optax.
+
+        In a program ``update`` ``fits``: its slices have as many entries as the gradient's.
+        """
         if (part := self._parts[name]) is None:
             return None
         parameters = inspect.signature(part).parameters
@@ -175,15 +178,13 @@ class GradientTransformation:
                     "clip_by_block_rms the rows of the table: put them outside of it, in "
                     "jslices.optim.chain(jslices.from_optax(tx), jslices.optim.scale(f))"
                 )
-            # Not inside of another transformation, whose update is the one that counts.
-            fits = not extra_args.pop("inside", name != "update") and is_staged()
             if name in ("update", "apply"):
                 grads = _looked_at(grads, "without_numbers" in extra_args)
             if self.check is not None:
                 self.check(name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
             result = part(grads, state, *args, **named)
-            if not fits:
+            if name != "update" or not (fits and is_staged()):
                 return result
             return jax.tree.map(_fitted, result[0], grads, is_leaf=is_leaf), *result[1:]
 

@@ -100,7 +100,6 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     ) -> tuple[PyTree, State]:
         """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
         mine = part(state)
-        extra_args["inside"] = True
         if last.catches_up and (tree := jax.tree.structure(grads)) not in harmless:
             of_any_rows = (tx.of_rows() for tx in before)
             if not all(read_update(x, grads, params, extra_args)[1] for x in of_any_rows):

@@ -110,7 +110,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         grads: Gradients, state: State, params: Params = None, **extra_args: PyTree
     ) -> tuple[Gradients, State]:
         grads = each(_without_frozen, grads)
-        updates, state = tx.update(grads, state, params, **extra_args, inside=True)
+        updates, state = tx.update(grads, state, params, **extra_args)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         updates = each(lambda u, bits: only_rows(u, _free(bits), -0.0), updates)
         return updates, after(grads, state)

@@ -231,7 +231,6 @@ class _ByLabel:
                 k: _share_of(share, x) if self.mask_extra_args or k == "peeked" else x
                 for k, x in extra_args.items()
             }
-            extra["inside"] = True
             return getattr(tx, name)(share(grads), state, share(params), *key, **extra)
 
         return self._each(call, state, params, grads)
