@@ -317,11 +317,11 @@ class Planner(ViewWalk):
         if eqn is not None and use.what not in (*_PRODUCTS, *_REDUCTIONS):
             _note(self.uses.moves, value, use)
         parts = parts_of(value)
-        may_be_read = self._may_be_read(value)
-        fixed = may_be_read and all(few for _, slotted, few in parts if slotted)
+        fixed = all(few for _, slotted, few in parts if slotted)
+        fixed = fixed and self._may_be_read(value)
         _note(self.uses.fixed if fixed else self.uses.whole, value, use)
         for view, slotted, few in parts:
-            if not slotted and not (few and may_be_read):
+            if not (slotted or (few and self._may_be_read(view))):
                 for table, _ in reads_of(view):
                     self.uses.no_grad.setdefault(table.leaf, use)
             elif (fixed or not slotted) and (view, slotted) not in self._rows_read:

@@ -32,11 +32,7 @@ from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
 from jslices._lookup.mark import dense_is_intended
 from jslices._place import boundary
-from jslices._rows.access import (
-    canonical_indices,
-    gathered_once,
-    row_loop_p,
-)
+from jslices._rows.access import canonical_indices, gathered_once, row_loop_p
 from jslices._slices import Facts, IndexedSlices, concat_slices, slices_of
 from jslices._typing import Aval
 
