@@ -247,10 +247,9 @@ def _crossed(program: Program, leaf: Leaf) -> list[str]:
     if own is None or not paired or own in paired:
         return []
     return [
-        f"{paired[0].path} is written into its memory: JAX pairs donated arguments with "
-        "results of their shape as they come, and the step returns them in another order. "
-        "Let it take and return them in one: def step(params, state, *batch), and return "
-        "params, state, ..."
+        f"{paired[0].path} is written into its memory, as JAX pairs donated arguments with "
+        "results of their shape as they come. Let donated arguments come in the order of "
+        "the results: def step(params, state, *batch), and return params, state, ..."
     ]
 
 
