@@ -135,10 +135,10 @@ def trace_state() -> object:
 
 def traces() -> list[Any]:
     """What is being traced, from the innermost on, by references; nothing if eager."""
-    trace, found = core.trace_ctx.trace, list[Any]()
+    trace, around = core.trace_ctx.trace, list[Any]()
     while trace not in (None, core.eval_trace):
-        found, trace = [*found, weakref.ref(trace)], getattr(trace, "parent_trace", None)
-    return found
+        around, trace = [*around, weakref.ref(trace)], getattr(trace, "parent_trace", None)
+    return around
 
 
 @contextlib.contextmanager

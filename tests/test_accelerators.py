@@ -284,7 +284,8 @@ def test_kernels_of_adam_on_a_gpu():
     lazy, exact = row(js.adam(0.1)), row(js.adam(0.1, untouched="exact"))
     assert lazy.copies == 0 and count(lazy) <= 18
     assert lazy.temp_bytes <= 4.5 * K * 64 * 4
-    assert exact.copies == 0 and count(exact) <= 27
+    # The values of a gradient wait for what is returned, in a kernel of their own.
+    assert exact.copies == 0 and count(exact) <= 28
     assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
 
 

@@ -87,8 +87,10 @@ class _UpdateWalk(ProgramWalk[Any]):
 
     def constant(self, value: Any) -> Any:
         is_number = isinstance(getattr(value, "dtype", np.dtype(float)), np.dtype)
-        known = is_number and not np.ndim(value) and not isinstance(value, jax.core.Tracer)
-        return np.asarray(value)[()] if known else None
+        is_known = (
+            is_number and not np.ndim(value) and not isinstance(value, jax.core.Tracer)
+        )
+        return np.asarray(value)[()] if is_known else None
 
     def cond(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         each = [self.program(branch, operands[1:]) for branch in eqn.params["branches"]]

@@ -83,8 +83,8 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         for tx, state in zip(before, states, strict=True):
             updates, state = tx.update(grads, state, params, **extra_args)
             # An array without gradient stays one, though Optax's own are given zeros.
-            kept = lambda g, u: g if has_no_rows(g) else u  # noqa: E731
-            grads = jax.tree.map(kept, grads, updates, is_leaf=is_leaf)
+            of_one = lambda g, u: g if has_no_rows(g) else u  # noqa: E731
+            grads = jax.tree.map(of_one, grads, updates, is_leaf=is_leaf)
             new.append(state)
         return grads, tuple(new)
 

@@ -187,8 +187,8 @@ def _up_to_date(
     def peek(wanted: Mapping[int, PyTree]) -> dict[int, jax.Array]:
         if not wanted:
             return {}
-        found = tx.peek(params, state, call.mirror(map(wanted.get, every)))
-        leaves = call.tree.flatten_up_to((found,))
+        now = tx.peek(params, state, call.mirror(map(wanted.get, every)))
+        leaves = call.tree.flatten_up_to((now,))
         return {i: x for i, x in enumerate(leaves) if x is not None}
 
     now = peek(dict.fromkeys(small, True) | {i: rows[i] for i in by_rows})
