@@ -376,8 +376,7 @@ def inputs_used(program: Any, outputs: Sequence[bool]) -> list[bool]:
 def eval_minimal(program: Any, outputs: Sequence[bool], args: Sequence[Any]) -> list[Any]:
     """These outputs of a closed program, running no more than they need."""
     less, used = pe.dce_jaxpr(program.jaxpr, list(outputs))
-    inputs = itertools.compress(args, used)
-    return jax.core.eval_jaxpr(less, program.consts, *inputs)
+    return jax.core.eval_jaxpr(less, program.consts, *itertools.compress(args, used))
 
 
 def has_auto_axes(eqn: Equation) -> bool:

@@ -135,7 +135,7 @@ def _with_grad(
     exchange: ExchangeSpec,
     wants_value: bool = True,
 ) -> Callable[..., tuple[Any, Any]]:
-    """``value_and_grad``, and its value for nobody where none is wanted."""
+    """``value_and_grad``; unless it ``wants_value`` XLA may leave the value out."""
     check_callable(fun)
     how = {"holomorphic": holomorphic, "allow_int": allow_int, "sparse": sparse}
     how |= {"exchange": exchange, "wants_value": wants_value}
