@@ -65,8 +65,8 @@ from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
-# The last steps of rows, from the clock of an exact optimizer, which may be frozen.
-from jslices.optim.engine.catch_up import last_done as last_done
+# The last steps of rows, from the clock of an exact optimizer.
+from jslices.optim.engine.clock import steps_done as steps_done
 
 # The state of some rows of a table, for what goes by row numbers.
 from jslices.optim.engine.protocol import StateOfRows as StateOfRows

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import operator
 import os
+import re
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import PyTree, last_done
+from jslices.extend import PyTree, steps_done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -516,13 +517,16 @@ def _step_number(step: Any, variables: PyTree) -> int | None:
 
 def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
     """Warn of states whose rows are behind, restored without all of their clock."""
-    for name in archive.specs:
+    lasts = [name for name in archive.specs if re.search("(?:^|/)clock/last", name)]
+    for name in lasts:
         state, last, _ = f"/{name}".partition("/clock/last")
         count, clock = f"{state}/count"[1:], f"{state}/clock/"[1:]
         unread = (x for x in archive.specs if x.startswith(clock) and x not in restored)
-        if not last or count not in restored or next(unread, None) is None:
+        if count not in restored or next(unread, None) is None:
             continue
-        done = last_done(jnp.asarray(archive.read(name, None)))
+        mine = [x for x in lasts if x.startswith(f"{clock}last")]
+        whole = archive.read(f"{clock}whole", None)[mine.index(name)]
+        done = steps_done(archive.read(name, None), whole, archive.read(count, None))
         if (done < archive.read(count, None)).any():
             warnings.warn(
                 f"{archive.prefix}: rows are behind in {clock[:-1]}, of which not all is "

@@ -11,7 +11,7 @@ from jax import lax
 
 from jslices import GradientTransformation, IndexedSlices
 from jslices.checkpoint.slot_names import NAMES
-from jslices.extend import Params, State, last_done
+from jslices.extend import Params, State, steps_done
 
 
 class StateArray(NamedTuple):
@@ -87,8 +87,11 @@ def _kind(x: Any) -> type:
 
 def has_rows_behind(part: Any) -> bool:
     clock = getattr(part, "clock", None)
-    last = jax.tree.leaves(clock and clock.last)
-    return any((last_done(x) < part.count).any() for x in last)
+    if clock is None:
+        return False
+    last = enumerate(jax.tree.leaves(clock.last))
+    done = (steps_done(x, clock.whole[i], part.count) for i, x in last)
+    return any((x < part.count).any() for x in done)
 
 
 def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> State:

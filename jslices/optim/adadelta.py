@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, fading
+from jslices.optim.engine.missed import Missed, MissedSteps, faded
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -90,7 +90,7 @@ def adadelta(
         rule.check_fading("adadelta", rho=rho)
 
         def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> Arrays:
-            return jnp.zeros_like(p), *(fading(rho, missed) * mean for mean in means)
+            return jnp.zeros_like(p), *(faded(rho, missed, mean) for mean in means)
 
         missed = MissedSteps(advance, learning_rate)
 

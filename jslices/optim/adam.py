@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jslices._typing import Arrays, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, fading, step_moments
+from jslices.optim.engine.missed import Missed, MissedSteps, faded, step_moments
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -145,13 +145,14 @@ class Moments(NamedTuple):
 
         def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
             root, move = jnp.sqrt(nu), missed.decay * p
-            for size, shrunk in zip(missed.sums[:2], missed.sums[2:], strict=True):
+            half = len(missed.sums) // 2
+            for size, shrunk in zip(missed.sums[:half], missed.sums[half:], strict=True):
                 if isinstance(eps_root, int | float) and eps_root == 0:
                     bottom = root * shrunk + eps
                 else:
                     bottom = jnp.sqrt(nu * shrunk**2 + eps_root) + eps
                 move = move - size * shrunk * mu / bottom
-            return move, fading(first, missed) * mu, fading(second, missed) * nu
+            return move, faded(first, missed, mu), faded(second, missed, nu)
 
         series = step_moments(first, second, nesterov, eps_hat)
-        return MissedSteps(advance, learning_rate, series, decay, by_two_steps=True)
+        return MissedSteps(advance, learning_rate, series, decay, panels=())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
+from jslices.optim.engine.missed import Missed, MissedSteps, faded, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -95,7 +95,7 @@ def amsgrad(
         ) -> Arrays:
             # Without gradients the corrected mean of squares only falls: its maximum stays.
             move = -missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
-            return move, fading(b1, missed) * mu, fading(b2, missed) * nu, nu_max
+            return move, faded(b1, missed, mu), faded(b2, missed, nu), nu_max
 
         series = momentum_series(b1, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))

@@ -115,7 +115,7 @@ def dp_sgd(
     missed = MissedSteps(
         lambda missed, p: (jnp.zeros_like(p),),
         variance if callable(learning_rate) else learning_rate**2,
-        run=True,
+        keeps_rates=True,
         noise=(deviation, key_bits(key, "dp_sgd")),
     )
     tx = transformation(DpSgdState, rule.Rule({}, update, reads_params=True, missed=missed))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, fading
+from jslices.optim.engine.missed import Missed, MissedSteps, faded
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -119,9 +119,9 @@ def lion(
             if not exact:
                 return missed.decay * p, mu
             # p + sign / rate shrinks by the same factor in every missed step.
-            far = -jnp.expm1(missed.run) / rate if rule.decays(rate) else missed.run
-            return missed.decay * p - far * jnp.sign(b1 * mu), fading(b2, missed) * mu
+            far = -missed.decay / rate if rule.decays(rate) else missed.rates
+            return missed.decay * p - far * jnp.sign(b1 * mu), faded(b2, missed, mu)
 
-        return MissedSteps(advance, learning_rate, (), rate, run=True)
+        return MissedSteps(advance, learning_rate, (), rate, keeps_rates=True)
 
     return transformation(LionState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)

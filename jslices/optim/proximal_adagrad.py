@@ -104,7 +104,7 @@ def proximal_adagrad(
                 longer = shrink * (jnp.abs(p) + l1 / l2)
             return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), accum
 
-        missed = MissedSteps(advance, learning_rate, run=True)
+        missed = MissedSteps(advance, learning_rate, keeps_rates=True)
     state = {"accum": rule.full(initial_accumulator_value)}
     return transformation(
         ProximalAdagradState, rule.Rule(state, update, reads_params=True, missed=missed)

@@ -9,7 +9,7 @@ from jax import lax
 from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, Series, fading, momentum_series
+from jslices.optim.engine.missed import Missed, MissedSteps, Series, faded, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -117,11 +117,11 @@ def rmsprop(
 
         def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> Arrays:
             old = dict(zip(starts, state, strict=True))
-            new = {name: fading(decay, missed) * x for name, x in old.items()}
+            new = {name: faded(decay, missed, x) for name, x in old.items()}
             move = jnp.zeros_like(p)
             if momentum is not None:
                 move = missed.sums[0] * old["trace"]
-                new["trace"] = fading(momentum, missed) * old["trace"]
+                new["trace"] = faded(momentum, missed, old["trace"])
             return move, *(new[name] for name in starts)
 
         series: tuple[Series, ...] = ()

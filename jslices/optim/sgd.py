@@ -7,7 +7,7 @@ import jax
 from jslices._typing import Arrays
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, fading, momentum_series
+from jslices.optim.engine.missed import Missed, MissedSteps, faded, momentum_series
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -86,7 +86,7 @@ def sgd(
         rule.check_fading("sgd", momentum=momentum)
 
         def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> Arrays:
-            return -missed.sums[0] * trace, fading(momentum, missed) * trace
+            return -missed.sums[0] * trace, faded(momentum, missed, trace)
 
         series = momentum_series(momentum, nesterov, corrected=False)
         missed = MissedSteps(advance, learning_rate, (series,))

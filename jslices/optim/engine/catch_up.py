@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,21 @@ from jslices._rows import access
 from jslices._rows.sums import number_by_first, number_by_runs
 from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
 from jslices._typing import Arrays, Leaf, Params, PyTree
-from jslices.optim.engine.missed import MissedSteps
-from jslices.optim.engine.rule import Kernel, Rule, decayed, next_count, per_row, row_like
+from jslices.optim.engine.clock import (
+    FROZEN,
+    Clock,
+    float_like,
+    frozen,
+    last_done,
+    last_steps,
+    never_moves,
+)
+from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.rule import Kernel, Rule, decayed, next_count, per_row
 from jslices.optim.engine.step import Plan, execute, read_rows, step_rows
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
-
-#: Minus this, the last step of a row that never moves.
-FROZEN = np.iinfo(np.int32).max
 
 #: Of a traced step of rows that have not caught up, as far as is known.
 STALE = (
@@ -43,45 +49,6 @@ STALE = (
     "gradient is taken, params, state = tx.catch_up(params, state, ids). Rows of a "
     "HostTable catch up by its tx, at that rate: step with the same one"
 )
-
-
-class Clock(NamedTuple):
-    """The last step of each row, and what it has to remember of it.
-
-    ``~last`` says that the row did not move since: a transformation holds it, and whatever
-    catches it up without that transformation frees it. ``FROZEN - last``: it never moves.
-    """
-
-    last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
-    snapshot: Any  #: like params, some of floats ``[V]``: see :class:`MissedSteps`.
-    run: jax.Array  #: ``[2]``: how far a schedule has run; with an average its pull too.
-    key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
-
-
-def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
-    """The clock before the first step of optimizers whose rows catch up."""
-    leaves, tree = flatten(params)
-    widest = jnp.result_type(np.float32, *map(_float_like, leaves))
-    start, run = jnp.zeros((), jnp.int32), jnp.zeros((2,), widest)
-    if missed and missed[0].average is not None:
-        run = jnp.append(run, 1)
-    last = [row_like(p, 0, jnp.int32) for p in leaves]
-
-    # A learning rate that is an array is of the mesh of a step's inside.
-    @boundary.on_any_mesh(boundary.like_first)
-    def before(run: jax.Array, start: jax.Array) -> list[list[jax.Array]]:
-        return [
-            [x for part in steps.parts for x in part.around(start, run).before]
-            for steps in missed
-        ]
-
-    snapshot = [
-        tuple(row_like(p, x, _float_like(p)) for x in numbers)
-        for numbers, p in zip(before(run, start), leaves, strict=True)
-    ]
-    noise = missed[0].noise if missed else None
-    key = None if noise is None else jnp.array(noise[1])
-    return Clock(tree.unflatten(last), tree.unflatten(snapshot), run, key)
 
 
 def row_names(path: str, last: Any, param: Any) -> Any:
@@ -116,25 +83,11 @@ def _noise(
 
     def draw(name: jax.Array, first: jax.Array) -> jax.Array:
         one = functools.reduce(jax.random.fold_in, (*name, first), key)
-        return jax.random.normal(one, (width,), _float_like(p))
+        return jax.random.normal(one, (width,), float_like(p))
 
     first = jnp.broadcast_to(first, len(names)) if first.ndim == 0 else first.reshape(-1)
-    deviation = steps.noise[0] * jnp.sqrt(variance).astype(_float_like(p))
+    deviation = steps.noise[0] * jnp.sqrt(variance).astype(float_like(p))
     return deviation * jax.vmap(draw)(names, first).reshape(p.shape)
-
-
-def never_moves(last: jax.Array) -> jax.Array:
-    return last > FROZEN // 2
-
-
-def last_done(last: jax.Array) -> jax.Array:
-    """The last steps of rows, of frozen ones as well."""
-    return jnp.where(never_moves(last), FROZEN - last, jnp.maximum(last, ~last))
-
-
-def _float_like(p: Any) -> np.dtype:
-    """The dtype of numbers that missed steps take of a parameter: float32 or float64."""
-    return np.dtype("f8" if jnp.result_type(p) in ("float64", "complex128") else "f4")
 
 
 def with_clock(
@@ -142,53 +95,56 @@ def with_clock(
     steps: MissedSteps,
     count: jax.Array,
     clock: Clock,
+    whole: jax.Array,
     missed: Partial | None,
 ) -> Kernel:
-    """Extend a kernel by the arrays of a clock, in which rows remember the step.
+    """Extend a kernel by the last steps of rows, its last array.
 
-    ``missed`` is what rows do before it; without it a row that has not caught up gets NaN:
-    under jit nothing can be raised, and a step from a stale row must not pass for a right
-    one.
+    ``whole`` is the last step of the array as a whole. ``missed`` is what rows do before
+    the step; without it a row that has not caught up gets NaN: under jit nothing can be
+    raised, and a step from a stale row must not pass for a right one.
     """
-    step, (*_, run, key) = next_count(count), clock
-    snapshot = [x for part in steps.parts for x in part.around(count, run).after]
-    average = steps.average
+    step, key, average = next_count(count), clock.key, steps.average
 
-    def timed(missed: Any, g: jax.Array, p: Any, *rest: jax.Array) -> Arrays:
-        names, arrays, last, old = _clock_apart(rest, len(snapshot), key)
+    def timed(missed: Any, whole: Any, g: jax.Array, p: Any, *rest: jax.Array) -> Arrays:
+        names, arrays, last = _clock_apart(rest, key)
+        last = last_steps(last, whole, count)
         stays = never_moves(last)
-        moves, held, before = ~stays, last < 0, None
+        moves, holds, before = ~stays, last < 0, None
         if missed is None:
-            moves &= last_done(last) == count
+            moves &= last_done(last, count) == count
         else:  # which frees them
             before, *later = missed(None, p, *rest)
             p, arrays = (p + before).astype(p.dtype), later[: len(arrays)]
-            held = jnp.zeros_like(held)
+            holds = jnp.zeros_like(holds)
         if average is not None:
             *arrays, mean = arrays
         update, *new = kernel(g, p, *arrays)
         if key is not None:
-            variance = steps.pace(step[None], run.dtype)[0]
+            variance = steps.rate(count, clock.log[0].dtype)
             update += _noise(steps, key, names, count, step, variance, update)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         wrong = jnp.where(per_row(stays, update), -0.0, jnp.nan)
         update = access.where_rows(moves, update, wrong.astype(update.dtype))
         if average is not None:  # to where held rows are
-            now = p + access.where_rows(~held, update, jnp.zeros((), update.dtype))
+            now = p + access.where_rows(~holds, update, jnp.zeros((), update.dtype))
             new.append(decayed(mean, now, average).astype(mean.dtype))
         if before is not None:
             update = (before + update).astype(update.dtype)
         # The clock waits for the gradient, which waits for all reads (value_and_grad).
         first = g[(0,) * g.ndim].real if g.size else 0
-        return update, *new, *_now(step, snapshot, last, old, never=first > jnp.inf)
+        return update, *new, _stamped(last, jnp.where(first > jnp.inf, 0, step))
 
-    return Partial(timed, missed)
+    return Partial(timed, missed, whole)
 
 
 def refuse_stale(
     grads: Sequence[Leaf], last: Sequence[jax.Array], count: jax.Array
 ) -> None:
-    """Raise for rows that have not caught up; no value may be traced."""
+    """Raise for rows that have not caught up; no value may be traced.
+
+    ``last`` are the last steps of all rows of each gradient's array.
+    """
     tables = [(g, steps) for g, steps in zip(grads, last, strict=True) if g is not None]
     for (_, steps), (rows, late) in zip(tables, _late(tables, count), strict=True):
         if isinstance(late, jax.core.Tracer):  # all is known, but something is traced
@@ -196,7 +152,7 @@ def refuse_stale(
         behind = np.asarray(late)
         if behind.any():
             row = int(rows.reshape(-1)[int(np.argmax(behind))])
-            before = int(last_done(jnp.ravel(steps)[row]))
+            before = int(last_done(jnp.ravel(steps)[row], count))
             raise ValueError(
                 f"row {row} did its last step at {before}, the optimizer has done "
                 f'{int(count)}: with untouched="exact" rows catch up before they are read: '
@@ -220,10 +176,11 @@ def _late(
             height = access.rows_numbered(steps.shape, grad.row_axes)
             at = access.canonical_indices(grad.indices, height)
             rows, steps = (
-                rows_at(x, at, fill_value=FROZEN, row_axes=grad.row_axes)
-                for x in (rows, steps)
+                rows_at(x, at, fill_value=fill, row_axes=grad.row_axes)
+                for x, fill in ((rows, 0), (steps, FROZEN))
             )
-        results.append((rows, (last_done(steps) != count) & ~never_moves(steps)))
+        late = (last_done(steps, count) != count) & ~never_moves(steps)
+        results.append((rows, late))
     return results
 
 
@@ -280,23 +237,24 @@ def caught_up(
     behind: Behind,
     read: Sequence[ArrayLike],
     kept: Sequence[ArrayLike],
-    clock_at: int,
+    whole: jax.Array,
     count: jax.Array,
 ) -> Arrays | None:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
     Where all rows are meant, and none has missed a step, as in an array that each step
     moves as a whole, held ones are freed, and nothing else is done. The parameter is the
-    first that is ``read``; ``kept[clock_at]`` are the last steps.
+    first that is ``read``; the last that is ``kept`` are the last steps of rows, and
+    ``whole`` that of the array as a whole.
     """
     if behind is False:
         return None
     old = [jnp.asarray(x) for x in read], [jnp.asarray(x) for x in kept]
     if behind is not True:
         return step_rows(kernel, behind, *old, adds=True)
-    last = old[1][clock_at]
-    late = last_done(last) < count
-    old[1][clock_at] = jnp.where((last < 0) & ~late, ~last, last)
+    last = old[1][-1]
+    late = last_done(last_steps(last, whole, count), count) < count
+    old[1][-1] = jnp.where((last < 0) & ~never_moves(last) & ~late, count, last)
     every_row = functools.partial(_every_row, kernel)
     as_it_is = lambda read, kept: (read[0], *kept)  # noqa: E731
 
@@ -311,11 +269,16 @@ def caught_up(
 
 
 def peeked(
-    kernel: Kernel, behind: Behind, read: Sequence[ArrayLike], kept: Sequence[ArrayLike]
+    kernel: Kernel,
+    behind: Behind,
+    read: Sequence[ArrayLike],
+    kept: Sequence[ArrayLike],
+    entries: int | None,
 ) -> jax.Array | None:
     """The rows ``[K, *D]`` of a parameter after their missed steps; nothing is written.
 
-    An entry that is empty reads any row. The whole array where all rows are meant.
+    Those of the first so many ``entries``. One that is empty reads any row. The whole array
+    where all rows are meant.
     """
     if behind is False:
         return None
@@ -338,27 +301,24 @@ def peeked(
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     if numbers is None:
-        return rows
-    return access.take_rows(rows, numbers, mode="promise_in_bounds")
+        return rows[:entries]
+    return access.take_rows(rows, numbers[:entries], mode="promise_in_bounds")
 
 
-def missed_steps(
-    steps: MissedSteps, kernel: Callable[..., Arrays], count: jax.Array, clock: Clock
-) -> Partial:
-    """``kernel(nothing, p, *arrays, last, *snapshot)``: the missed steps of some rows.
+def missed_steps(kernel: Callable[..., Arrays], *shared: jax.Array | None) -> Partial:
+    """``kernel(nothing, p, *arrays, last)``: the missed steps of some rows of an array.
 
-    Of frozen rows they change the state alone. ``kernel`` is their :func:`arithmetic`.
+    Of frozen rows they change the state alone. ``kernel`` is their :func:`arithmetic`, and
+    ``shared`` what it wants.
     """
-    *_, run, key = clock
-    around = [part.around(count, run) for part in steps.parts]
-    pairs = zip(around, steps.parts, strict=True)
-    tables = [(x.table, part.after_each(run.dtype)) for x, part in pairs]
-    shared = count, run, tables, [x.before for x in around], key
     return Partial(lambda shared, nothing, *arrays: kernel(shared, *arrays), shared)
 
 
 def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
-    """``(shared, p, *arrays, last, *snapshot) -> (move, *new)`` of missed steps.
+    """``(shared, p, *arrays, last) -> (move, *new)`` of missed steps.
+
+    ``shared`` are the count, the log, the key of the noise, and the last step of the array
+    as a whole.
 
     A step calls it in several places, and so does what peeks before it: one function for
     all of them is traced once for each shape.
@@ -366,35 +326,29 @@ def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
 
     @functools.partial(jax.jit, inline=True)
     def kernel(shared: PyTree, p: jax.Array, *rest: jax.Array) -> Arrays:
-        count, run, tables, before, key = shared
-        now, width = [x for each in before for x in each], len(before[0])
-        names, arrays, last, snapshot = _clock_apart(rest, len(now), key)
+        count, log, key, whole = shared
+        names, arrays, last = _clock_apart(rest, key)
         if steps.average is not None:
             *arrays, mean = arrays
         last = access.gathered_once(last)  # or a GPU copies those of all rows
-        done = last_done(last)
-        late = done < count
-        column, dtype = per_row(late, p), _float_like(p)
+        last = last_steps(last, whole, count)
+        done = last_done(last, count)
+        late, dtype = done < count, float_like(p)
         moves = late & (done == last)
+        own, of_average, pulls = steps.missed(log, count, done)
 
-        def of_rows(x: jax.Array) -> jax.Array:
-            return x.reshape(*x.shape[: x.ndim - last.ndim], *column.shape)
-
-        def advanced(number: int, p: jax.Array, kept: Sequence[jax.Array]) -> Any:
-            missed = steps.parts[number].missed(count, run, tables[number], done, kept)
-            numbers = jax.tree.map(lambda x: x.astype(dtype), missed)
-            missed = jax.tree.map(of_rows, numbers._replace(steps=missed.steps))
+        def advanced(missed: Missed, p: jax.Array) -> Any:
+            missed = missed.for_rows(p, dtype)
             move, *new = steps.advance(missed, p, *arrays)
             if key is not None:
-                move += _noise(steps, key, names, done, count, missed.run, p)
+                move += _noise(steps, key, names, done, count, missed.rates, p)
             # A row that missed nothing stays as it is, to the bit.
             move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
             return missed.decay, move, new
 
-        _, move, new = advanced(0, p, snapshot[:width])
+        _, move, new = advanced(own, p)
         if steps.average is not None:
-            fade, share, _ = advanced(1, jnp.zeros_like(p), snapshot[width:])
-            pulls = (snapshot[width - 1], run[2]) if steps.keeps_run else (1.0, 1.0)
+            fade, share, _ = advanced(of_average, jnp.zeros_like(p))
             was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
             rest = (1 + fade) * (mean - was * p) - steps.average * share
             new, arrays = [*new, rest + pull * (p + move)], [*arrays, mean]
@@ -402,7 +356,7 @@ def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
             access.where_rows(late, x, old).astype(old.dtype)
             for x, old in zip(new, arrays, strict=True)
         ]
-        return move, *moved, *_now(count, now, last, snapshot)
+        return move, *moved, _stamped(last, count)
 
     return kernel
 
@@ -414,26 +368,16 @@ def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> Arrays:
     return (p + move).astype(p.dtype), *new
 
 
-def _clock_apart(
-    arrays: Sequence[jax.Array], width: int, key: jax.Array | None
-) -> tuple[Any, Sequence[jax.Array], jax.Array, Sequence[jax.Array]]:
-    """``(names, state arrays, last, snapshot)`` from all of them in a row."""
-    before, start = len(arrays) - width, int(key is not None)
-    state = arrays[start : before - 1]
-    if before < 1 or not jnp.issubdtype(arrays[before - 1].dtype, jnp.integer):
-        raise TypeError(
-            "the clock of this state is that of an optimizer with another learning rate: "
-            "one of the two has a schedule. Flush by the optimizer that made it, and "
-            "type jslices.checkpoint.import_state(tx, params, slots, count)"
-        )
-    return arrays[0], state, arrays[before - 1], arrays[before:]
+def _clock_apart(arrays: Sequence[jax.Array], key: jax.Array | None) -> tuple[Any, ...]:
+    """``(names, state arrays, last)`` from all of them in a row."""
+    return arrays[0], arrays[int(key is not None) : -1], arrays[-1]
 
 
 def averaging(rule: Rule, decay: float) -> Rule:
     """The rule that keeps an average of the parameters too, ``ema``: its last array."""
     missed = rule.missed or MissedSteps(lambda _, p, *state: (0 * p, *state), 0.0)
     momentum = max((float(x.ratio) for x in missed.series), default=0.0)
-    if missed.run or rule.update_slices is not None or momentum > decay:
+    if missed.keeps_rates or rule.update_slices is not None or momentum > decay:
         raise ValueError(
             "params_ema has no closed form of what rows average in steps that they miss, "
             'for adafactor, lion and proximal_adagrad with untouched="exact", and '
@@ -444,7 +388,8 @@ def averaging(rule: Rule, decay: float) -> Rule:
     if missed.decays and not any(isinstance(x, jax.core.Tracer) for x in rates):
         with jax.ensure_compile_time_eval():
             steps = jnp.unique(jnp.geomspace(1, 1e5, 400).astype(jnp.int32))
-            left = float(np.exp(missed.pace(steps, np.dtype("f4"))).min())
+            decays = jax.vmap(lambda count: missed.decay(count, np.dtype("f4")))(steps - 1)
+            left = float(1 - decays.max())
     if not left >= decay - 1e-6:  # nor NaN, where nothing would be left
         raise ValueError(
             f"params_ema wants rows that decay no faster than the average, in each of the "
@@ -456,24 +401,14 @@ def averaging(rule: Rule, decay: float) -> Rule:
     return dataclasses.replace(rule, state=state, missed=missed, linear=False)
 
 
-def _now(
-    step: jax.Array,
-    snapshot: Sequence[jax.Array],
-    last: jax.Array,
-    old: Sequence[jax.Array],
-    never: jax.Array | bool = False,
-) -> tuple[jax.Array, ...]:
-    """The arrays of a clock for rows that have done ``step``.
+def _stamped(last: jax.Array, step: jax.Array) -> jax.Array:
+    """The last steps of rows that have done ``step``, of frozen ones as such.
 
-    The new value depends on the old one, and on what is ``never`` true, on purpose: XLA may
-    otherwise write it before it has read the rows, and copies the whole arrays for that.
+    They depend on the old ones on purpose: XLA may otherwise write them before it has read
+    the rows, and copies the whole array for that.
     """
-    news = (  # but for NaN they are new
-        jnp.where((x != x) | never, x, new.astype(x.dtype))
-        for new, x in zip(snapshot, old, strict=True)
-    )
-    done = jnp.maximum(last_done(last), jnp.where(never, 0, step))
-    return jnp.where(never_moves(last), FROZEN - done, done), *news
+    done = jnp.maximum(last, step)
+    return jnp.where(never_moves(last), frozen(step), done)
 
 
 def _every_row(kernel: Kernel, read: list[jax.Array], kept: list[jax.Array]) -> Arrays:

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,14 @@ from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine import protocol
 from jslices.optim.engine.boxes import boxed_anew, unboxed, within_boxes
+from jslices.optim.engine.clock import (
+    Clock,
+    after_all,
+    last_steps,
+    new_clock,
+    with_rows_in_turn,
+)
+from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, row_of, zero_count
 from jslices.optim.engine.step import Plan, choose_plan, step_rows
@@ -121,10 +130,9 @@ class _RuleOnTrees:
             arrays = tree.unflatten([laid_out_as(p, start(p)) for start, p in pairs])
             state[name] = boxed_anew(in_boxes, starts, arrays)
         if self.rule.missed is not None:
-            clock = exact.new_clock(params, [rule.missed for rule in rules if rule.missed])
-            boxed = functools.partial(boxed_anew, in_boxes, [row_of(0)] * len(rules))
-            last, snapshot = boxed(clock.last), boxed(clock.snapshot)
-            state["clock"] = clock._replace(last=last, snapshot=snapshot)
+            clock = new_clock(params, self._missed_of_rules)
+            last = boxed_anew(in_boxes, [row_of(0)] * len(rules), clock.last)
+            state["clock"] = clock._replace(last=last)
         return self.state_type(count=zero_count(), **state)
 
     # --- a step ---------------------------------------------------------------------------
@@ -171,50 +179,72 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
-        stepped, new = [], []
-        kernel_of = self._kernels(state)
-        for path, rule, grad, read, kept, *kind in zip(
+        stepped, new, kernel_of = [], [], self._kernels(state)
+        as_whole = np.zeros(jax.tree.structure(self._last(state)).num_leaves, bool)
+        for path, rule, grad, read, kept, number, *kind in zip(
             protocol.paths_of(tree),
             self._rules(params, tree),
             leaves,
             self._read(state, tree, _parameters(tree, params, reads_params)),
             self._kept(state, tree),
+            self._numbers(state, tree),
             is_peeked,
             strict=True,
         ):
             shapes = functools.partial(self.state_shapes, rule)
             mine = kept[: len(self.names)]
             grad = checked_gradient(path, grad, read[0], mine, shapes)
-            kernel = kernel_of(rule, isinstance(grad, IndexedSlices), *kind)
+            if rule.missed is not None and isinstance(grad, IndexedSlices):
+                kind[0] |= protocol.has_no_rows(grad) and adds and read[0] is not None
+                if kind[0]:
+                    grad = self._with_rows_in_turn(state, rule, kept[-1], grad)
+            by_row = isinstance(grad, IndexedSlices)
+            kernel = kernel_of(rule, by_row, *kind, number)
             first, arrays = _step_leaf(adds, path, rule, kernel, grad, read, kept)
+            if rule.missed is not None and arrays is not None and not by_row:
+                as_whole[number], arrays = True, (*arrays[:-1], kept[-1])
             stepped.append(first)
             new.append(arrays)
-        count = next_count(state.count)
         if self.rule.missed is not None:
-            run = self.rule.missed.around(state.count, state.clock.run).run
-            state = state._replace(clock=state.clock._replace(run=run))
+            clock = self._ticked(state, as_whole, stepped)
+            state = state._replace(clock=clock)
+        count = next_count(state.count)
         state = self._with_arrays(state, tree, new)._replace(count=count)
         return tree.unflatten(stepped), state
 
-    def _kernels(self, state: State) -> Callable[[Rule, bool, bool], Kernel]:
-        """``kernel_of(rule, by_row, is_peeked)``, one for all leaves of a kind.
+    def _ticked(
+        self, state: State, as_whole: np.ndarray, stepped: Sequence[Leaf]
+    ) -> Clock:
+        """The clock after a step, but for the last steps of rows."""
+        clock, count = state.clock, after_all(state.count, stepped)
+        pairs = zip(self._missed_of_rules, clock.log, strict=True)
+        log = tuple(steps.logged(log, count) for steps, log in pairs)
+        if as_whole.any():
+            whole = jnp.where(as_whole, next_count(state.count), clock.whole)
+            clock = clock._replace(whole=whole)
+        return clock._replace(log=log)
+
+    def _kernels(self, state: State) -> Callable[[Rule, bool, bool, int], Kernel]:
+        """``kernel_of(rule, by_row, is_peeked, number)`` of the parameter of a number.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
         """
         step = Step(state.count)
-        missed_of = functools.cache(functools.partial(self._missed, state))
 
         @functools.cache
-        def kernel_of(rule: Rule, by_row: bool, is_peeked: bool) -> Kernel:
+        def of_rule(rule: Rule, by_row: bool) -> Kernel:
             if by_row and rule.update_slices is not None:
-                kernel = rule.update_slices(step)
-            else:
-                kernel = ((by_row and rule.update_rows) or rule.update)(step)
-                kernel = jax.jit(kernel, inline=True) if is_staged() else kernel
+                return rule.update_slices(step)
+            kernel = ((by_row and rule.update_rows) or rule.update)(step)
+            return jax.jit(kernel, inline=True) if is_staged() else kernel
+
+        def kernel_of(rule: Rule, by_row: bool, is_peeked: bool, number: int) -> Kernel:
+            kernel = of_rule(rule, by_row)
             if rule.missed is None:
                 return kernel
-            missed = missed_of(rule) if is_peeked else None
-            return exact.with_clock(kernel, rule.missed, state.count, state.clock, missed)
+            missed = self._missed(state, rule, number) if is_peeked else None
+            clock = state.count, state.clock, state.clock.whole[number]
+            return exact.with_clock(kernel, rule.missed, *clock, missed)
 
         return kernel_of
 
@@ -251,11 +281,26 @@ class _RuleOnTrees:
             check_shapes(path, jnp.shape(p), kept[: len(self.names)], shapes)
         return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
-    def _missed(self, state: State, rule: Rule) -> Partial:
-        """What rows do that are behind."""
+    def _missed(self, state: State, rule: Rule, number: int) -> Partial:
+        """What rows of the parameter of this number do that are behind."""
         assert rule.missed is not None
-        kernel = self.arithmetic(rule.missed)
-        return exact.missed_steps(rule.missed, kernel, state.count, state.clock)
+        clock, log = state.clock, self._log(state, rule)
+        shared = state.count, log, clock.key, clock.whole[number]
+        return exact.missed_steps(self.arithmetic(rule.missed), *shared)
+
+    @functools.cached_property
+    def _missed_of_rules(self) -> list[MissedSteps]:
+        """The missed steps of the rules, each of which has a log."""
+        rules = self.rule, *([] if self.mask is None else [self.other])
+        return [rule.missed for rule in rules if rule.missed is not None]
+
+    def _log(self, state: State, rule: Rule) -> jax.Array:
+        return state.clock.log[self._missed_of_rules.index(rule.missed)]  # type: ignore
+
+    def _with_rows_in_turn(
+        self, state: State, rule: Rule, last: jax.Array, rows: IndexedSlices
+    ) -> IndexedSlices:
+        return with_rows_in_turn(rows, last, self._log(state, rule), state.count)
 
     @on_any_mesh(lambda self, params, state, behind: shardings_of((params, state)))
     @usual_promotion
@@ -269,9 +314,8 @@ class _RuleOnTrees:
         rows at a time.
         """
         leaves, tree = flatten(params)
-        how = len(self.names), state.count
         late = self._late(params, state, behind)
-        new = [exact.caught_up(*rows, *how) for rows in late]
+        new = [exact.caught_up(*rows, state.count) for rows in late]
         pairs = zip(leaves, new, strict=True)
         params = tree.unflatten([p if mine is None else mine[0] for p, mine in pairs])
         arrays = [None if mine is None else mine[1:] for mine in new]
@@ -281,17 +325,29 @@ class _RuleOnTrees:
     @usual_promotion
     def _peek(self, params: Params, state: State, behind: Sequence[exact.Behind]) -> PyTree:
         late = self._late(params, state, behind)
-        return flatten(params)[1].unflatten([exact.peeked(*rows) for rows in late])
+        rows = [
+            exact.peeked(*mine, None if isinstance(x, bool) else len(x.indices))
+            for (*mine, _), x in zip(late, behind, strict=True)
+        ]
+        return flatten(params)[1].unflatten(rows)
 
     def _late(
         self, params: Params, state: State, behind: Sequence[exact.Behind]
-    ) -> Iterator[tuple[Kernel, exact.Behind, tuple[Any, ...], list[jax.Array]]]:
-        """For each parameter its missed steps, its rows, what these read and keep."""
+    ) -> Iterator[tuple[Any, ...]]:
+        """For each parameter its missed steps, its rows, what these read and keep, and
+        its last step as a whole."""
         leaves, tree = flatten(params)
-        missed_of = functools.cache(functools.partial(self._missed, state))
-        kernels = map(missed_of, self._rules(params, tree))
+        rules, numbers = self._rules(params, tree), self._numbers(state, tree)
+        behind = [
+            x if isinstance(x, bool) else self._with_rows_in_turn(state, rule, last, x)
+            for x, rule, last in zip(
+                behind, rules, arrays_of(state.clock, "last", tree), strict=True
+            )
+        ]
+        kernels = map(functools.partial(self._missed, state), rules, numbers)
         arrays = self._read(state, tree, leaves), self._kept(state, tree)
-        return zip(kernels, behind, *arrays, strict=True)
+        whole = (state.clock.whole[number] for number in numbers)
+        return zip(kernels, behind, *arrays, whole, strict=True)
 
     def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be.
@@ -321,7 +377,14 @@ class _RuleOnTrees:
             for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
         ]
         if not is_traced:
-            exact.refuse_stale(leaves, last, state.count)
+            whole, count = state.clock.whole, state.count
+            steps = [
+                x if g is None else last_steps(x, whole[number], count)
+                for g, x, number in zip(
+                    leaves, last, self._numbers(state, tree), strict=True
+                )
+            ]
+            exact.refuse_stale(leaves, steps, count)
         elif any(map(is_slices, leaves)):
             warn_at_line(exact.STALE, category=UserWarning)
 
@@ -364,37 +427,39 @@ class _RuleOnTrees:
         return list(zip(params, names, strict=True))
 
     def _kept(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
-        """For each leaf its state arrays; then ``last`` and the snapshot of a clock.
+        """For each leaf its state arrays; then ``last`` of a clock.
 
         Where a None gradient stands for None, or for a part of the parameters, it is
         whatever the state has there.
         """
         columns = [arrays_of(state, name, tree) for name in self.names]
-        snapshots: list[Any] = [()] * tree.num_leaves
         if self.rule.missed is not None:
             columns.append(arrays_of(state.clock, "last", tree))
-            snapshots = tree.flatten_up_to(state.clock.snapshot)
-        return [
-            [*mine, *(snapshot if isinstance(snapshot, tuple) else ())]
-            for *mine, snapshot in zip(*columns, snapshots, strict=True)
-        ]
+        return [list(x) for x in zip(*columns, strict=True)] or [[]] * tree.num_leaves
+
+    def _last(self, state: State) -> PyTree:
+        return None if self.rule.missed is None else state.clock.last
+
+    def _numbers(self, state: State, tree: PyTreeDef) -> list[int]:
+        """For each leaf the number of its parameter, among those that the state is of."""
+        if self.rule.missed is None:
+            return [0] * tree.num_leaves
+        sizes = (len(jax.tree.leaves(x)) for x in arrays_of(state.clock, "last", tree))
+        return [0, *itertools.accumulate(sizes)][: tree.num_leaves]
 
     def _with_arrays(
         self, state: State, tree: PyTreeDef, arrays: Sequence[tuple[jax.Array, ...] | None]
     ) -> State:
         """The state with these arrays, as :meth:`_kept` gives them; None: as it was."""
 
-        def changed(old: PyTree, at: int | slice) -> PyTree:
+        def changed(old: PyTree, at: int) -> PyTree:
             pairs = zip(tree.flatten_up_to(old), arrays, strict=True)
             return tree.unflatten([x if mine is None else mine[at] for x, mine in pairs])
 
         new = {name: changed(getattr(state, name), i) for i, name in enumerate(self.names)}
         if self.rule.missed is not None:
-            n, clock = len(self.names), state.clock
-            new["clock"] = clock._replace(
-                last=changed(clock.last, n),
-                snapshot=changed(clock.snapshot, slice(n + 1, None)),
-            )
+            last = changed(state.clock.last, len(self.names))
+            new["clock"] = state.clock._replace(last=last)
         return state._replace(**new)
 
 

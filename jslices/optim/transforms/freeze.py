@@ -14,7 +14,7 @@ from jslices._jax import flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
-from jslices.optim.engine.catch_up import FROZEN, Clock, last_done, never_moves
+from jslices.optim.engine import clock
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import StateOfRows, is_leaf
 from jslices.optim.transforms import base
@@ -93,7 +93,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
 
     def marked(state: State) -> State:
         """The state, in which frozen rows are held."""
-        return _with_clocks(state, lambda last: each(_held, last))
+        return _with_clocks(state, frozen, _held)
 
     def init(params: Params) -> State:
         each(lambda p, bits: _check(bits, jnp.shape(p)), params)
@@ -175,13 +175,10 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
     def mark(last: jax.Array, bits: Frozen) -> jax.Array:
         _check(bits, last.shape)
         tables.append(last)
-        done = last_done(last)
-        freed = jnp.where(never_moves(last), ~done, last)
-        return _where_frozen(freed, bits, FROZEN - done)
+        freed = jnp.where(clock.never_moves(last), clock.held(last), last)
+        return _where_frozen(freed, bits, clock.frozen(last))
 
-    new = _with_clocks(
-        state, lambda last: base.map_with_prefix(ARGUMENT, frozen, mark, last)
-    )
+    new = _with_clocks(state, frozen, mark)
     if len(tables) < len(jax.tree.leaves(frozen)):
         raise TypeError(
             "freeze_rows wants an optimizer, or the state of an optimizer with "
@@ -224,7 +221,7 @@ def _free(bits: Frozen) -> Frozen:
 
 
 def _held(last: jax.Array, bits: Frozen) -> jax.Array:
-    mark = jnp.where(never_moves(last), last, jnp.minimum(last, ~last))
+    mark = jnp.where(clock.never_moves(last), last, clock.held(last))
     return _where_frozen(last, bits, mark)
 
 
@@ -267,14 +264,25 @@ def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ..
     return jnp.where(stay, num_rows, ids)
 
 
-def _with_clocks(state: State, mark: Callable[[PyTree], PyTree]) -> State:
-    """The state with ``last`` of every :class:`Clock` in it as ``mark`` makes it."""
+def _with_clocks(
+    state: State, frozen: PyTree, mark: Callable[[jax.Array, Frozen], jax.Array]
+) -> State:
+    """The state with the last steps of rows of every clock in it as ``mark`` makes them."""
 
-    def is_clock(x: PyTree) -> bool:
-        return isinstance(x, Clock)
+    def has_clock(x: PyTree) -> bool:
+        return isinstance(getattr(x, "clock", None), clock.Clock)
 
-    return jax.tree.map(
-        lambda x: x._replace(last=mark(x.last)) if is_clock(x) else x,
-        state,
-        is_leaf=lambda x: is_clock(x) or is_slices(x),
-    )
+    def marked(x: PyTree) -> PyTree:
+        if not has_clock(x):
+            return x
+        leaves, tree = jax.tree.flatten(x.clock.last)
+        whole = tree.unflatten(x.clock.whole[i] for i in range(len(leaves)))
+
+        def steps(last: jax.Array, bits: Frozen, whole: jax.Array) -> jax.Array:
+            return mark(clock.last_steps(last, whole, x.count), bits)
+
+        last = base.map_with_prefix(ARGUMENT, frozen, steps, x.clock.last, whole)
+        return x._replace(clock=x.clock._replace(last=last))
+
+    is_leaf = lambda x: has_clock(x) or is_slices(x)  # noqa: E731
+    return jax.tree.map(marked, state, is_leaf=is_leaf)
