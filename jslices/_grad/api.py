@@ -223,12 +223,18 @@ def _in_order(
     arrays = {i: x for i, x in enumerate(outputs) if _is_computed(x)}
     if not _jax.is_staged() or not rows or len(rows) + len(arrays) < 2:
         return returned, grads
-    late = [g.values if by_values(i) else g.indices for i, g in rows.items()]
+    # All values would be copied; the first of each table's is as late as the others.
+    first = lambda x: x[(0,) * x.ndim] if x.size else jnp.zeros(())  # noqa: E731
+    late = [first(g.values) if by_values(i) else g.indices for i, g in rows.items()]
     every = access.at_once([*arrays.values(), *late])
     for i, x in zip(arrays, every, strict=False):
         outputs[i] = x
     for (i, g), x in zip(rows.items(), every[len(arrays) :], strict=True):
-        leaves[i] = g.later(*((x, g.indices) if by_values(i) else (g.values, x)))
+        if by_values(i):
+            values = jnp.where(x.real > jnp.inf, jnp.zeros((), g.dtype), g.values)
+            leaves[i] = g.later(values, g.indices)
+        else:
+            leaves[i] = g.later(g.values, x)
     return structure.unflatten(outputs), tree.unflatten(leaves)
 
 

@@ -36,7 +36,7 @@ from jslices.optim.engine.clock import (
 )
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.rule import Kernel, Rule, decayed, next_count, per_row
-from jslices.optim.engine.step import Plan, execute, read_rows, step_rows
+from jslices.optim.engine.step import Plan, choose_plan, execute, read_rows, step_rows
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18
@@ -96,27 +96,20 @@ def with_clock(
     count: jax.Array,
     clock: Clock,
     whole: jax.Array,
-    missed: Partial | None,
 ) -> Kernel:
     """Extend a kernel by the last steps of rows, its last array.
 
-    ``whole`` is the last step of the array as a whole. ``missed`` is what rows do before
-    the step; without it a row that has not caught up gets NaN: under jit nothing can be
-    raised, and a step from a stale row must not pass for a right one.
+    ``whole`` is the last step of the array as a whole. A row that has not caught up gets
+    NaN: under jit nothing can be raised, and a step from a stale row must not pass for a
+    right one.
     """
     step, key, average = next_count(count), clock.key, steps.average
 
-    def timed(missed: Any, whole: Any, g: jax.Array, p: Any, *rest: jax.Array) -> Arrays:
+    def timed(whole: Any, g: jax.Array, p: Any, *rest: jax.Array) -> Arrays:
         names, arrays, last = _clock_apart(rest, key)
         last = last_steps(last, whole, count)
-        stays = never_moves(last)
-        moves, holds, before = ~stays, last < 0, None
-        if missed is None:
-            moves &= last_done(last, count) == count
-        else:  # which frees them
-            before, *later = missed(None, p, *rest)
-            p, arrays = (p + before).astype(p.dtype), later[: len(arrays)]
-            holds = jnp.zeros_like(holds)
+        stays, holds = never_moves(last), last < 0
+        moves = ~stays & (last_done(last, count) == count)
         if average is not None:
             *arrays, mean = arrays
         update, *new = kernel(g, p, *arrays)
@@ -129,13 +122,11 @@ def with_clock(
         if average is not None:  # to where held rows are
             now = p + access.where_rows(~holds, update, jnp.zeros((), update.dtype))
             new.append(decayed(mean, now, average).astype(mean.dtype))
-        if before is not None:
-            update = (before + update).astype(update.dtype)
         # The clock waits for the gradient, which waits for all reads (value_and_grad).
         first = g[(0,) * g.ndim].real if g.size else 0
         return update, *new, _stamped(last, jnp.where(first > jnp.inf, 0, step))
 
-    return Partial(timed, missed, whole)
+    return Partial(timed, whole)
 
 
 def refuse_stale(
@@ -288,21 +279,34 @@ def peeked(
     axes = behind.row_axes
     num_rows = access.rows_numbered(old[0].shape, axes)
     # As the step that follows numbers them, so that XLA finds that it reads and moves the
-    # same rows, and does both once.
-    indices = access.canonical_indices(behind.indices, num_rows)
-    if behind.facts.distinct:
-        numbers = None
-    elif boundary.platform_of(*old) == "cpu":
-        indices, numbers, _ = number_by_first(indices, num_rows, len(indices), False)
-        numbers = jnp.minimum(numbers, len(numbers) - 1)
-    else:
-        indices, numbers = number_by_runs(behind.indices, num_rows)
+    # same rows, and does both once. A step in chunks reads them again in any case.
+    indices, numbers = access.canonical_indices(behind.indices, num_rows), None
+    on_cpu = boundary.platform_of(*old) == "cpu"
+    how = choose_plan(behind, old, "cpu") if on_cpu else None
+    if not (behind.facts.distinct or (how and how.way == "in chunks")):
+        if on_cpu:
+            indices, numbers, _ = number_by_first(indices, num_rows, len(indices), False)
+            numbers = jnp.minimum(numbers, len(numbers) - 1)
+        else:
+            indices, numbers = number_by_runs(behind.indices, num_rows)
     rows = _caught_up(kernel, [read_rows(x, indices, axes) for x in old])[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     if numbers is None:
         return rows[:entries]
     return access.take_rows(rows, numbers[:entries], mode="promise_in_bounds")
+
+
+def after(before: Partial, kernel: Kernel) -> Kernel:
+    """A kernel of rows that do their missed steps before."""
+
+    def both(before: Partial, kernel: Partial, g: Any, p: Any, *rest: Any) -> Arrays:
+        move, *rows = before(None, p, *rest)
+        reads = rest[: len(rest) - len(rows)]
+        update, *new = kernel(g, (p + move).astype(p.dtype), *reads, *rows)
+        return (move + update).astype(update.dtype), *new
+
+    return Partial(both, before, kernel)
 
 
 def missed_steps(kernel: Callable[..., Arrays], *shared: jax.Array | None) -> Partial:
@@ -351,11 +355,9 @@ def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
             fade, share, _ = advanced(of_average, jnp.zeros_like(p))
             was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
             rest = (1 + fade) * (mean - was * p) - steps.average * share
-            new, arrays = [*new, rest + pull * (p + move)], [*arrays, mean]
-        moved = [
-            access.where_rows(late, x, old).astype(old.dtype)
-            for x, old in zip(new, arrays, strict=True)
-        ]
+            mean = access.where_rows(late, rest + pull * (p + move), mean).astype(mean.dtype)
+            new, arrays = [*new, mean], [*arrays, mean]
+        moved = (x.astype(old.dtype) for x, old in zip(new, arrays, strict=True))
         return move, *moved, _stamped(last, count)
 
     return kernel

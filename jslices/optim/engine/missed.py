@@ -20,7 +20,7 @@ All numbers have the dtype of the log: float64 where a table has it, else float3
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,6 +124,8 @@ class MissedSteps:
         sizes = {
             "sums": sums,
             "average": sums * averages,
+            # What rows get of these two: the same, or the nodes of each panel.
+            "nodes": sums * (1 + averages) * (self.panels is not None),
             "decay": 3 * self.decays,  # the logarithm, in two numbers, and the sign
             "rates": 2 * self.keeps_rates,
             "pull": self.decays and averages,
@@ -178,6 +180,8 @@ class MissedSteps:
                 share = columns[lines["pull"].start, 1] / (1 - decay) if self.decays else 1
                 faded = old[lines["average"]] * self.average + share * terms
                 sums = jnp.concatenate([sums, faded])
+            if self.panels is not None:
+                sums = jnp.concatenate([sums, self._nodes(sums)])
             old = jnp.concatenate([sums, old[len(sums) :]])
             columns = jnp.concatenate([opened[:, None], old], axis=1)
         else:
@@ -186,7 +190,7 @@ class MissedSteps:
 
     def _run_on(self, column: jax.Array, rate: jax.Array, decay: jax.Array) -> jax.Array:
         """The column that a step opens, from that of the step before."""
-        lines, sums = self._lines, self._lines["average"].stop
+        lines, sums = self._lines, self._lines["nodes"].stop
         parts = [jnp.zeros(sums, column.dtype)]
         if self.decays:
             *log_left, sign = column[lines["decay"]]
@@ -227,68 +231,72 @@ class MissedSteps:
         column = self._column(log, count, last)
         decay, rates = self._since(log, count, column)
         later = jnp.maximum(steps - self.window(dtype), 0)  # than the window
-        sums = column[lines["sums"]]
+        of_row, of_average = self._told(column)
         if self.decays and self.series:
             left, _ = self._since(log, count, self._column(log, count, count - later))
-            sums = (1 + left)[None] * sums
+            of_row = self._scaled(of_row, 1 + left)
 
         def without_first(first: jax.Array) -> tuple[Any, Any]:
             return self._since(log, count, self._column(log, count, per_row(last, first) + first))
 
-        own = Missed(steps, self._told(sums), decay, rates, without_first)
+        own = Missed(steps, of_row, decay, rates, without_first)
         if self.average is None:
             return own, own, (1.0, 1.0)
         fades = jnp.asarray(math.log(self.average), dtype)
-        sums = column[lines["average"]] * jnp.exp(fades * later)[None]
-        fade = jnp.expm1(fades * steps)
-        of_average = own._replace(sums=self._told(sums), decay=fade)
+        of_average = self._scaled(of_average, jnp.exp(fades * later))
+        averaged = own._replace(sums=of_average, decay=jnp.expm1(fades * steps))
         if not self.decays:
-            return own, of_average, (1.0, 1.0)
-        (was,), (pull,) = (x[lines["pull"]] for x in (column, _at(log, count)))
-        return own, of_average, (was, pull)
+            return own, averaged, (1.0, 1.0)
+        (was,), (pull,) = column[lines["pull"]], _at(log, count)[lines["pull"]]
+        return own, averaged, (was, pull)
 
-    def _column(self, log: jax.Array, count: jax.Array, step: jax.Array) -> jax.Array:
-        """What rows have to know whose last step was ``step`` ``[n]``: ``[lines, n]``.
+    def _column(
+        self, log: jax.Array, count: jax.Array, step: jax.Array
+    ) -> list[jax.Array]:
+        """What rows have to know whose last step was ``step`` ``[n]``: ``[n]`` of each line.
 
-        Each line by itself on a TPU, which of all together would read a tile for each
-        number.
+        Each line by itself: XLA:CPU would transpose what it gathers of all together, and a
+        TPU read a tile for each number.
         """
-        if not log.size:
-            return jnp.zeros((0, *step.shape), log.dtype)
-        at, columns = step % log.shape[1], log.shape[1]
-        if boundary.platform_of(log) == "tpu":
-            column = jnp.stack([x.at[at].get(mode="promise_in_bounds") for x in log])
-        else:
-            column = log.at[:, at].get(mode="promise_in_bounds")
-        return jnp.where((count - step < columns)[None], column, jnp.nan)
+        at, known = step % log.shape[1], count - step < log.shape[1]
+        lines = (x.at[at].get(mode="promise_in_bounds") for x in log)
+        return [jnp.where(known, x, jnp.nan) for x in lines]
 
     def _since(
-        self, log: jax.Array, count: jax.Array, column: jax.Array
+        self, log: jax.Array, count: jax.Array, column: Sequence[jax.Array]
     ) -> tuple[Any, Any]:
         """What decay has added since a column was opened, and the sum of the rates."""
-        decay = rates = jnp.zeros(column.shape[1:], log.dtype)
+        lines, decay, rates = self._lines, jnp.zeros((), log.dtype), jnp.zeros((), log.dtype)
         now = _at(log, count) if self.decays or self.keeps_rates else None
         if self.decays:
-            (high, low, sign), (high_now, low_now, sign_now) = (
-                x[self._lines["decay"]] for x in (column, now)
-            )
-            log_left = (high_now - high) + (low_now - low)
-            turned = sign * sign_now < 0
-            decay = jnp.where(turned, -jnp.exp(log_left) - 1, jnp.expm1(log_left))
+            *before, sign = column[lines["decay"]]
+            *log_now, sign_now = now[lines["decay"]]
+            log_left = _apart(log_now, before)
+            decay = jnp.expm1(log_left)
+            decay = jnp.where(sign * sign_now < 0, -2 - decay, decay)
         if self.keeps_rates:
-            (high, low), (high_now, low_now) = (
-                x[self._lines["rates"]] for x in (column, now)
-            )
-            rates = (high_now - high) + (low_now - low)
+            rates = _apart(now[lines["rates"]], column[lines["rates"]])
         return decay, rates
 
-    def _told(self, sums: jax.Array) -> Arrays:
-        """The sums ``[lines, n]``, or the nodes of each panel."""
+    def _nodes(self, sums: jax.Array) -> jax.Array:
+        """The nodes of each panel from the sums ``[lines, W]`` of the row, and its average:
+        of each the weights, then the places."""
+        moments = sums.reshape(-1, self._num_panels, 4, sums.shape[-1])
+        weights, places = gauss_nodes(jnp.moveaxis(moments, 2, 0))
+        return jnp.stack([weights, places], axis=1).reshape(sums.shape)
+
+    def _told(self, column: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
+        """The sums of a column as rows get them, and those of their average."""
+        lines = self._lines
         if self.panels is None:
-            return tuple(sums)
-        moments = sums.reshape(self._num_panels, 4, *sums.shape[1:])
-        weights, places = gauss_nodes(jnp.moveaxis(moments, 1, 0))
-        return *weights, *places
+            return tuple(column[lines["sums"]]), tuple(column[lines["average"]])
+        nodes, half = tuple(column[lines["nodes"]]), lines["sums"].stop
+        return nodes[:half], nodes[half:]
+
+    def _scaled(self, sums: Arrays, factor: jax.Array) -> Arrays:
+        """Sums of terms that are so many times as large."""
+        weights = len(sums) if self.panels is None else len(sums) // 2
+        return *(factor * x for x in sums[:weights]), *sums[weights:]
 
 
 def _at(log: jax.Array, count: jax.Array) -> jax.Array:
@@ -303,6 +311,12 @@ def _added(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, ja
     total = high + more
     part = total - high
     return total, (high - (total - part)) + (more - part)
+
+
+def _apart(now: Sequence[jax.Array], before: Sequence[jax.Array]) -> jax.Array:
+    """The difference of two such sums."""
+    (high, low), (high_before, low_before) = now, before
+    return (high - high_before) + (low - low_before)
 
 
 def momentum_series(b1: Scalar, nesterov: bool = False, corrected: bool = True) -> Series:
@@ -337,9 +351,9 @@ def step_moments(
 
 
 def gauss_nodes(moments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two steps in place of all missed ones: ``w/q`` and ``q`` of each, ``[2 * panels, n]``.
+    """Two steps in place of all missed ones: ``w/q`` of each, and ``q``: ``[..., 2, n]``.
 
-    ``moments`` are those of :func:`step_moments`, ``[4, panels, n]``. This is Gauss'
+    ``moments`` are those of :func:`step_moments`, ``[4, ..., n]``. This is Gauss'
     quadrature with two nodes: exact for every cubic in ``q``, and so for a step whose
     ``eps`` is nothing, or everything, against the root.
     """
@@ -357,18 +371,18 @@ def gauss_nodes(moments: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Learning rates of both signs have no mean; the root is then taken as it was.
     usual = (mean > 0) & (square > 0)
     low, high = jnp.where(usual, low, 1.0), jnp.where(usual, high, 1.0)
-    weights = jnp.concatenate([(1 - upper) * moments[0], upper * moments[0]])
-    return weights, jnp.concatenate([low, high])
+    weights = jnp.stack([(1 - upper) * moments[0], upper * moments[0]], axis=-2)
+    return weights, jnp.stack([low, high], axis=-2)
 
 
 def faded(decay: Scalar, missed: Missed, mean: jax.Array) -> jax.Array:
     """What the missed steps leave of a decaying mean: ``decay ** steps`` of it.
 
-    An infinite one stays, as in steps that are not missed.
+    Nothing less than the smallest number, so that an infinite mean stays, as in a step.
     """
     dtype = jnp.result_type(missed.decay)
     left = jnp.power(jnp.asarray(decay, dtype), missed.steps.astype(dtype))
-    return jnp.where(jnp.isinf(mean), mean, left * mean)
+    return jnp.maximum(left, jnp.finfo(dtype).tiny) * mean
 
 
 def _steps_to_vanish(ratio: Scalar, dtype: np.dtype) -> int:

@@ -199,7 +199,9 @@ class _RuleOnTrees:
                 if kind[0]:
                     grad = self._with_rows_in_turn(state, rule, kept[-1], grad)
             by_row = isinstance(grad, IndexedSlices)
-            kernel = kernel_of(rule, by_row, *kind, number)
+            kernel = kernel_of(rule, by_row, number)
+            if kind[0]:
+                kernel = exact.after(self._missed(state, rule, number), kernel)
             first, arrays = _step_leaf(adds, path, rule, kernel, grad, read, kept)
             if rule.missed is not None and arrays is not None and not by_row:
                 as_whole[number], arrays = True, (*arrays[:-1], kept[-1])
@@ -224,8 +226,8 @@ class _RuleOnTrees:
             clock = clock._replace(whole=whole)
         return clock._replace(log=log)
 
-    def _kernels(self, state: State) -> Callable[[Rule, bool, bool, int], Kernel]:
-        """``kernel_of(rule, by_row, is_peeked, number)`` of the parameter of a number.
+    def _kernels(self, state: State) -> Callable[[Rule, bool, int], Kernel]:
+        """``kernel_of(rule, by_row, number)`` of the parameter of a number.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
         """
@@ -238,13 +240,12 @@ class _RuleOnTrees:
             kernel = ((by_row and rule.update_rows) or rule.update)(step)
             return jax.jit(kernel, inline=True) if is_staged() else kernel
 
-        def kernel_of(rule: Rule, by_row: bool, is_peeked: bool, number: int) -> Kernel:
+        def kernel_of(rule: Rule, by_row: bool, number: int) -> Kernel:
             kernel = of_rule(rule, by_row)
             if rule.missed is None:
                 return kernel
-            missed = self._missed(state, rule, number) if is_peeked else None
             clock = state.count, state.clock, state.clock.whole[number]
-            return exact.with_clock(kernel, rule.missed, *clock, missed)
+            return exact.with_clock(kernel, rule.missed, *clock)
 
         return kernel_of
 
