@@ -520,9 +520,6 @@ def test_errors():
         js.lion(0.1, weight_decay=COSINE, untouched="exact")
     with pytest.raises(ValueError, match=r"the missed movement is closed together with"):
         js.lion(0.1, untouched="exact", weight_decay_mode="touched")
-    with pytest.raises(ValueError, match=r"mask.*got a schedule.*Type jslices.optim.part"):
-        js.lion(COSINE, weight_decay=0.1, mask={"table": False}, untouched="exact")
-    js.lion(COSINE, weight_decay=0.0, mask={"table": False}, untouched="exact")
     with pytest.raises(
         TypeError, match=r"needs b1 as a number that is known while tracing"
     ):
@@ -640,8 +637,10 @@ def test_odd_hyperparameters(name, rate, kwargs):
             lambda **k: js.sgd(0.1, momentum=1.0, **k),
             r"sgd.*momentum at least 0 and below",
         ),
-        (lambda **k: js.adamw(2.0, weight_decay=0.5, **k), r"weight_decay is 1, and for"),
-        (lambda **k: js.lion(3.0, weight_decay=0.5, **k), r"weight_decay is 1.5, and for"),
+        (
+            lambda **k: js.adam(0.1, b1=0.9, b2=0.82, **k),
+            r"b1=0.9 and b2=0.82 have no closed form .* wanted b2 > b1",
+        ),
         (lambda **k: js.lion(0.1, b2=0, **k), r"lion.* needs b2 above 0, got 0"),
     ],
 )
@@ -682,7 +681,7 @@ def test_what_is_kept_with_rows_is_where_the_rows_are():
     tx = js.adam(0.1, untouched="exact")
     state = tx.init(table)
     totals = js.rowwise_adagrad(0.1).init(table).sum_of_squares
-    for kept in (state.clock.last, *state.clock.snapshot, totals):
+    for kept in (state.clock.last, totals):
         assert len(kept.sharding.device_set) == 4
     # Each device flushes its own rows.
     specs = jax.tree.map(lambda x: by_row if x.shape[:1] == (8,) else jax.P(), state)
@@ -883,15 +882,3 @@ def test_masks_where_parameters_are_none(name):
         wanted, dense_state = dense_step(dense, dense_state, wanted)
         assert jax.tree.structure(state) == kept
         assert_close(flush(params, state)[0], wanted, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
-def test_the_clock_of_another_schedule_is_refused(options):
-    make = functools.partial(js.sgd if options else js.adam, untouched="exact", **options)
-    one, other = make(0.1), make(optax.linear_schedule(0.1, 0.2, 9))
-    params = jnp.ones((10, 2))
-    step = js.train_step(lambda table, ids: table[ids].sum(), one)
-    with pytest.raises(TypeError, match="one of the two has a schedule"):
-        step(params, other.init(params), jnp.array([1]))
-    with pytest.raises(TypeError, match="one of the two has a schedule"):
-        other.flush(params, one.init(params))

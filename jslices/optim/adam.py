@@ -10,6 +10,7 @@ from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, faded, step_moments
 from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.quadrature import panel_ends
 from jslices.optim.engine.transformation import transformation
 
 
@@ -137,6 +138,7 @@ class Moments(NamedTuple):
         b1, b2, eps, eps_root, nesterov, eps_hat = self
         rule.check_fading(name, b1=b1, b2=b2)
         first, second = float(b1), float(b2)
+        has_root = not isinstance(eps_root, int | float) or eps_root != 0
         if not first**2 < second:
             raise ValueError(
                 f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; '
@@ -147,7 +149,7 @@ class Moments(NamedTuple):
             root, move = jnp.sqrt(nu), missed.decay * p
             half = len(missed.sums) // 2
             for size, shrunk in zip(missed.sums[:half], missed.sums[half:], strict=True):
-                if isinstance(eps_root, int | float) and eps_root == 0:
+                if not has_root:
                     bottom = root * shrunk + eps
                 else:
                     bottom = jnp.sqrt(nu * shrunk**2 + eps_root) + eps
@@ -155,4 +157,5 @@ class Moments(NamedTuple):
             return move, faded(first, missed, mu), faded(second, missed, nu)
 
         series = step_moments(first, second, nesterov, eps_hat)
-        return MissedSteps(advance, learning_rate, series, decay, panels=())
+        panels = panel_ends(first, second, has_root)
+        return MissedSteps(advance, learning_rate, series, decay, panels=panels)

@@ -81,7 +81,6 @@ def adamw(
             return kernel
 
         missed, decay = None, rate if everywhere else 0.0
-        rule.check_decay("adamw", learning_rate, decay)
         if exact:
             missed = moments.missed("adamw", learning_rate, decay)
         elif everywhere:

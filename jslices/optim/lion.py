@@ -1,9 +1,11 @@
 """Lion: steps of one size, in the direction of a sign."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
@@ -53,7 +55,7 @@ def lion(
 
     Returns:
       A :class:`GradientTransformation`; ``update`` needs the parameters. State per row:
-      D numbers; 4 bytes more if rows catch up, 12 with a scheduled learning rate.
+      D numbers; 4 bytes more if rows catch up.
 
     Cost: a step reads ``U * D`` elements of the parameter and reads and writes as many of
     it and of ``mu``; catching up the same once more.
@@ -68,8 +70,8 @@ def lion(
       Array([ 0. ,  0. ,  0. , -0.5,  0. ], dtype=float32)
 
     Source: Chen et al., 2023; ``optax.lion``, with its names and defaults; dense gradients
-    give its result. If exact, a row moves for as long as its mean has a sign; a dense
-    optimizer stops when the mean underflows, after some 8,000 steps without gradient.
+    give its result. If exact, an element stops where it does in a dense optimizer: when
+    its mean falls below the least normal number, after some 8,000 steps without gradient.
     """
     exact = untouched == "exact"
     everywhere = weight_decay_mode == "all" or (exact and weight_decay_mode is None)
@@ -84,14 +86,6 @@ def lion(
         raise ValueError(
             'lion(untouched="exact", weight_decay_mode="touched"): the missed movement is '
             'closed together with the missed decay; use "all", or weight_decay=0'
-        )
-
-    if exact and callable(learning_rate) and mask is not None and rule.decays(weight_decay):
-        raise ValueError(
-            'lion(untouched="exact", mask=...) takes a number for learning_rate, got a '
-            "schedule: rows keep one sum of it, with the decay. Type "
-            'jslices.optim.partition({"decayed": jslices.lion(rate, weight_decay=...), '
-            '"others": jslices.lion(rate, weight_decay=0.0)}, labels), both exact'
         )
 
     def rule_of(rate: Scalar | Schedule) -> rule.Rule:
@@ -113,15 +107,38 @@ def lion(
 
     def lion_missed(rate: Any) -> MissedSteps:
         rule.check_fading("lion", b1=b1, b2=b2)
-        rule.check_decay("lion", learning_rate, rate)
 
         def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> Arrays:
             if not exact:
                 return missed.decay * p, mu
-            # p + sign / rate shrinks by the same factor in every missed step.
-            far = -missed.decay / rate if rule.decays(rate) else missed.rates
+            decay_since, rates_since = _since_signs_stopped(missed, b1, b2, mu)
+            far = missed.rates - rates_since
+            if rule.decays(rate):  # p + sign / rate shrinks by the same factor in each step
+                shrinks = (decay_since - missed.decay) / jnp.where(rate == 0, 1, rate)
+                far = jnp.where(rate == 0, far, shrinks)
             return missed.decay * p - far * jnp.sign(b1 * mu), faded(b2, missed, mu)
 
         return MissedSteps(advance, learning_rate, (), rate, keeps_rates=True)
 
     return transformation(LionState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)
+
+
+def _since_signs_stopped(
+    missed: Missed, b1: Any, b2: Any, mu: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What decay added, and the rates, of the missed steps in which elements stood still.
+
+    In a dense optimizer the mean becomes zero where it falls below the least normal number.
+    Few rows wait as long as that.
+    """
+    dtype = missed.decay.dtype
+    if mu.dtype == jnp.float16:  # whose means stop falling instead
+        return jnp.zeros((), dtype), jnp.zeros((), dtype)
+    least = float(jnp.finfo(mu.dtype).tiny)
+    size = jnp.maximum(jnp.abs(b1 * mu).astype(dtype), least)
+    moves = (jnp.log(size) - math.log(least)) / -math.log(b2)
+    moves = jnp.where(size > least, jnp.floor(moves) + 1, 0).astype(jnp.int32)
+    moves = jnp.minimum(moves, missed.steps)
+    nothing = lambda moves: (jnp.zeros(moves.shape, dtype),) * 2  # noqa: E731
+    stops = jnp.any(moves < missed.steps)
+    return lax.cond(stops, missed.without_first, nothing, moves)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from jslices._jax import flatten, is_symbolic, varying_axes
 from jslices._place.boundary import mesh_of
 from jslices._rows import access
 from jslices._slices import IndexedSlices, each_shard
-from jslices._typing import Params
+from jslices._typing import Params, PyTree
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.rule import row_like
 
@@ -137,16 +137,16 @@ def with_rows_in_turn(
     return each_shard(local, rows, last, shared=(count,))  # type: ignore[no-any-return]
 
 
-def after_all(count: jax.Array, stepped: Sequence[Any]) -> jax.Array:
+def after_all(count: jax.Array, stepped: PyTree) -> jax.Array:
     """``count``, but not before all arrays have been stepped.
 
     Rows are stepped by the log, and if XLA:CPU may write it before, it copies the log.
     """
-    arrays = [x.values if isinstance(x, IndexedSlices) else x for x in stepped]
-    arrays = [x for x in arrays if x is not None and x.size]
+    arrays = jax.tree.leaves(stepped)
+    arrays = [x for x in arrays if x.size and jnp.issubdtype(x.dtype, np.inexact)]
     types = [jax.typeof(x) for x in arrays]
     if any(map(mesh_of, types)) or varying_axes(*types):
         return count
-    firsts = [x[(0,) * x.ndim].real.astype(np.float32) for x in arrays]
+    firsts = (x[(0,) * x.ndim].real for x in arrays)
     never = functools.reduce(operator.or_, (x > np.inf for x in firsts), False)
     return jnp.where(never, 0, count)

@@ -30,12 +30,11 @@ from jax import lax
 
 from jslices._place import boundary
 from jslices._typing import Arrays, Scalar, Schedule
+from jslices.optim.engine.quadrature import gauss_nodes
 from jslices.optim.engine.rule import next_count, per_row, value_at, weight_seen
 
 #: Relative size below which a term of a sum is dropped, as a multiple of ``eps``.
 NEGLIGIBLE = 2**-7
-#: Variance below this multiple of ``eps`` of the square is rounding error.
-ROUNDING = 8
 #: Logarithm of a factor that is zero: nothing is left of a row, in float64 either.
 LOG_ZERO = -1e4
 #: A log has at least so many columns; of taller tables one for each so many rows, so that
@@ -85,8 +84,8 @@ class MissedSteps:
       average: the decay ``d`` of an average of the row, its last state array. Weight decay
         leaves ``average - pull * row`` alone, which fades by ``d`` a step: the pull is 1
         before the first step, then ``1 - d + d * pull / (1 - lr * weight_decay)``.
-      panels: with the moments of :func:`step_moments`, the ages that end the panels but
-        the last: a term belongs to the panel of its age, and each panel gives two nodes.
+      panels: with the moments of :mod:`quadrature <jslices.optim.engine.quadrature>`, the
+        ages that end its panels but the last. Rows get the nodes, not the moments.
       noise: of steps that add normal noise to all rows, its deviation for a learning rate
         of 1, and a key, uint32 ``[2]``. The ``learning_rate`` is then that of the variance,
         its square, and the sum of the rates is the variance.
@@ -266,7 +265,8 @@ class MissedSteps:
         self, log: jax.Array, count: jax.Array, column: Sequence[jax.Array]
     ) -> tuple[Any, Any]:
         """What decay has added since a column was opened, and the sum of the rates."""
-        lines, decay, rates = self._lines, jnp.zeros((), log.dtype), jnp.zeros((), log.dtype)
+        lines = self._lines
+        decay = rates = jnp.zeros_like(column[0]) if column else jnp.zeros((), log.dtype)
         now = _at(log, count) if self.decays or self.keeps_rates else None
         if self.decays:
             *before, sign = column[lines["decay"]]
@@ -348,31 +348,6 @@ def step_moments(
         return Series(b1 * b2 ** (of / 2), weight)
 
     return tuple(power(of) for of in (-1, 0, 1, 2))
-
-
-def gauss_nodes(moments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two steps in place of all missed ones: ``w/q`` of each, and ``q``: ``[..., 2, n]``.
-
-    ``moments`` are those of :func:`step_moments`, ``[4, ..., n]``. This is Gauss'
-    quadrature with two nodes: exact for every cubic in ``q``, and so for a step whose
-    ``eps`` is nothing, or everything, against the root.
-    """
-    total = jnp.where(moments[0] != 0, moments[0], 1.0)
-    mean, square, cube = moments[1:] / total[None]
-    variance = square - mean**2
-    # Of a single step it is rounding, and its root has an infinite derivative at zero.
-    varies = variance > ROUNDING * jnp.finfo(moments.dtype).eps * square
-    variance = jnp.where(varies, variance, 1.0)
-    third = cube - 3 * mean * square + 2 * mean**3
-    skew = jnp.where(varies, third / (2 * variance), 0.0)
-    apart = jnp.where(varies, jnp.sqrt(skew**2 + variance), 0.0)
-    upper = jnp.where(varies, (apart - skew) / jnp.where(varies, 2 * apart, 1), 0.5)
-    low, high = jnp.maximum(mean + skew - apart, 0.0), mean + skew + apart
-    # Learning rates of both signs have no mean; the root is then taken as it was.
-    usual = (mean > 0) & (square > 0)
-    low, high = jnp.where(usual, low, 1.0), jnp.where(usual, high, 1.0)
-    weights = jnp.stack([(1 - upper) * moments[0], upper * moments[0]], axis=-2)
-    return weights, jnp.stack([low, high], axis=-2)
 
 
 def faded(decay: Scalar, missed: Missed, mean: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """Rules: state arrays and the arithmetic of a step."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -154,16 +153,6 @@ def with_decay(
         return direction
     rate: Any = value_at(weight_decay, count)
     return direction + rate * p
-
-
-def check_decay(name: str, learning_rate: Any, weight_decay: Any) -> None:
-    """Refuses a decay of missed steps that would take all of a row, or more."""
-    numbers = [x for x in (learning_rate, weight_decay) if isinstance(x, int | float)]
-    if len(numbers) == 2 and math.prod(numbers) >= 1:
-        raise ValueError(
-            f"{name}: learning_rate * weight_decay is {math.prod(numbers):g}, and for rows "
-            "that catch up it must be below 1, so that a step leaves something of a row"
-        )
 
 
 # --- A rule -----------------------------------------------------------------------------

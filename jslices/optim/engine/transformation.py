@@ -208,16 +208,19 @@ class _RuleOnTrees:
             stepped.append(first)
             new.append(arrays)
         if self.rule.missed is not None:
-            clock = self._ticked(state, as_whole, stepped)
+            clock = self._ticked(state, as_whole, [stepped, new])
             state = state._replace(clock=clock)
         count = next_count(state.count)
         state = self._with_arrays(state, tree, new)._replace(count=count)
         return tree.unflatten(stepped), state
 
     def _ticked(
-        self, state: State, as_whole: np.ndarray, stepped: Sequence[Leaf]
+        self, state: State, as_whole: np.ndarray, stepped: PyTree
     ) -> Clock:
-        """The clock after a step, but for the last steps of rows."""
+        """The clock after a step, but for the last steps of rows.
+
+        Not before all else is ``stepped``.
+        """
         clock, count = state.clock, after_all(state.count, stepped)
         pairs = zip(self._missed_of_rules, clock.log, strict=True)
         log = tuple(steps.logged(log, count) for steps, log in pairs)
