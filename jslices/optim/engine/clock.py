@@ -60,7 +60,8 @@ def float_like(p: Any) -> np.dtype:
 
 def last_done(last: jax.Array, count: jax.Array) -> jax.Array:
     """The last steps of rows, of held and frozen ones too, after ``count`` steps."""
-    return jnp.where(last < 0, count - ((count - _in_cycle(last)) % _CYCLE), last)
+    ago = (count - _in_cycle(last)) & (_CYCLE - 1)
+    return jnp.where(last < 0, count - ago, last)
 
 
 def never_moves(last: jax.Array) -> jax.Array:
@@ -78,7 +79,7 @@ def frozen(last: jax.Array) -> jax.Array:
 
 
 def _in_cycle(last: jax.Array) -> jax.Array:
-    return jnp.where(last < 0, -1 - last, last) % _CYCLE
+    return jnp.where(last < 0, ~last, last) & (_CYCLE - 1)
 
 
 def last_steps(last: jax.Array, whole: jax.Array, count: jax.Array) -> jax.Array:
@@ -112,24 +113,25 @@ def with_rows_in_turn(
         height = access.rows_numbered(last.shape, axes)
         if is_symbolic(height) or not height:
             return rows
-        more = -(-height // (columns - 1))
+        entries, more = rows.indices.shape[0], -(-height // (columns - 1))
         dtype = access.index_dtype(height, np.dtype(rows.indices.dtype))
         # In so many of the steps that a log has room for, and the last of them, as a run
         # may be over before.
         turns = -(-height // more)
-        turn = count.astype(dtype) % (columns - 1) - (columns - 1 - turns)
-        turn = turn * more + np.arange(more, dtype=dtype)
-        near = jnp.clip(turn, 0, height - 1)
+        first = (count.astype(dtype) % (columns - 1) - (columns - 1 - turns)) * more
+        # Padded and selected: what is concatenated is a kernel of its own on a GPU.
+        place = jnp.arange(entries + more, dtype=dtype)
+        is_more, turn = place >= entries, first + (place - entries)
+        near = jnp.where(is_more & (turn >= 0) & (turn < height), turn, 0)
         marks = access.take_rows(last, near, mode="promise_in_bounds", row_axes=axes)
-        waits = jnp.all(marks.reshape(more, -1) < 0, axis=1) | (near != turn)
-        indices = rows.indices.astype(dtype), jnp.where(waits, height, turn)
-        values = rows.values, jnp.zeros((more, *rows.values.shape[1:]), rows.values.dtype)
-        named = None if rows.facts.named is None else rows.facts.named + more
+        waits = jnp.all(marks.reshape(entries + more, -1) < 0, axis=1) | (near != turn)
+        padded = jnp.pad(rows.indices.astype(dtype), (0, more))
+        row = [(0, 0)] * (rows.values.ndim - 1)
         return rows.of(
-            jnp.concatenate(values),
-            jnp.concatenate(indices),
+            jnp.pad(rows.values, ((0, more), *row)),
+            jnp.where(is_more, jnp.where(waits, height, turn), padded),
             rows.dense_shape,
-            rows.facts._replace(distinct=False, named=named),
+            rows.facts._replace(distinct=False, named=None),
         )
 
     if rows.facts.placement is None:

@@ -163,7 +163,7 @@ class MissedSteps:
             return log
         dtype, step, lines = log.dtype, next_count(count), self._lines
         width = self.window(dtype)
-        at = (step - np.arange(max(width, 1) + 1, dtype=np.int32)) % log.shape[1]
+        at = (step - np.arange(max(width, 1) + 1, dtype=np.int32)) & (log.shape[1] - 1)
         columns = log.at[:, at].get(mode="promise_in_bounds")
         rate, decay = self.rate(count, dtype), self.decay(count, dtype)
         opened = self._run_on(columns[:, 1], rate, decay)
@@ -227,17 +227,21 @@ class MissedSteps:
         has columns gets NaN.
         """
         lines, dtype, steps = self._lines, log.dtype, count - last
-        column = self._column(log, count, last)
+        column = self._column(log, last)
         decay, rates = self._since(log, count, column)
         later = jnp.maximum(steps - self.window(dtype), 0)  # than the window
         of_row, of_average = self._told(column)
         if self.decays and self.series:
-            left, _ = self._since(log, count, self._column(log, count, count - later))
+            left, _ = self._since(log, count, self._column(log, count - later))
             of_row = self._scaled(of_row, 1 + left)
 
         def without_first(first: jax.Array) -> tuple[Any, Any]:
-            return self._since(log, count, self._column(log, count, per_row(last, first) + first))
+            return self._since(log, count, self._column(log, per_row(last, first) + first))
 
+        if log.size:  # one number is enough to make a move NaN
+            unknown = jnp.where(steps < log.shape[1], 0, jnp.asarray(jnp.nan, dtype))
+            decay, rates = decay + unknown, rates + unknown
+            of_row = tuple(x + unknown for x in of_row[:1]) + of_row[1:]
         own = Missed(steps, of_row, decay, rates, without_first)
         if self.average is None:
             return own, own, (1.0, 1.0)
@@ -249,17 +253,14 @@ class MissedSteps:
         (was,), (pull,) = column[lines["pull"]], _at(log, count)[lines["pull"]]
         return own, averaged, (was, pull)
 
-    def _column(
-        self, log: jax.Array, count: jax.Array, step: jax.Array
-    ) -> list[jax.Array]:
+    def _column(self, log: jax.Array, step: jax.Array) -> list[jax.Array]:
         """What rows have to know whose last step was ``step`` ``[n]``: ``[n]`` of each line.
 
         Each line by itself: XLA:CPU would transpose what it gathers of all together, and a
         TPU read a tile for each number.
         """
-        at, known = step % log.shape[1], count - step < log.shape[1]
-        lines = (x.at[at].get(mode="promise_in_bounds") for x in log)
-        return [jnp.where(known, x, jnp.nan) for x in lines]
+        at = step & (log.shape[1] - 1)
+        return [x.at[at].get(mode="promise_in_bounds") for x in log]
 
     def _since(
         self, log: jax.Array, count: jax.Array, column: Sequence[jax.Array]
@@ -301,7 +302,7 @@ class MissedSteps:
 
 def _at(log: jax.Array, count: jax.Array) -> jax.Array:
     """The column ``[lines]`` of the last step."""
-    at = count % log.shape[1]
+    at = count & (log.shape[1] - 1)
     return lax.dynamic_index_in_dim(log, at, axis=1, keepdims=False)  # type: ignore[no-any-return]
 
 
