@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -519,7 +518,7 @@ def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
     """Warn of states whose rows are behind, restored without all of their clock."""
     lasts = [name for name in archive.specs if re.search("(?:^|/)clock/last", name)]
     for name in lasts:
-        state, last, _ = f"/{name}".partition("/clock/last")
+        state, _, _ = f"/{name}".partition("/clock/last")
         count, clock = f"{state}/count"[1:], f"{state}/clock/"[1:]
         unread = (x for x in archive.specs if x.startswith(clock) and x not in restored)
         if count not in restored or next(unread, None) is None:

@@ -62,7 +62,7 @@ def adam(
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: 2 D numbers; 20 bytes more if exact.
+      A :class:`GradientTransformation`. State per row: 2 D numbers; 4 bytes more if exact.
 
     Raises:
       ValueError: for exact, unless ``b1**2 < b2``: what a row missed has no bound then.

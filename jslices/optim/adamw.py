@@ -46,8 +46,7 @@ def adamw(
 
     Returns:
       A :class:`GradientTransformation`; ``update`` needs the parameters. State per row:
-      2 D numbers; 20 bytes more if exact, 8 more if a schedule scales the decay of missed
-      steps.
+      2 D numbers; 4 bytes more if rows catch up.
 
     Cost: as :func:`jslices.adam`, and ``U * D`` elements of the parameter read once more.
 

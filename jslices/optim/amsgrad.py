@@ -51,7 +51,7 @@ def amsgrad(
       bias_correction_nu: whether ``nu`` is.
 
     Returns:
-      A :class:`GradientTransformation`. State per row: 3 D numbers; 8 bytes more if exact.
+      A :class:`GradientTransformation`. State per row: 3 D numbers; 4 bytes more if exact.
 
     Cost: a step reads and writes ``U * D`` elements of each of the parameter and three
     means; catching up the same once more.

@@ -43,7 +43,7 @@ def partial_rowwise_adam(
     arguments are the same.
 
     Returns:
-      A :class:`GradientTransformation`. State per row: D + 1 numbers; 20 bytes more if
+      A :class:`GradientTransformation`. State per row: D + 1 numbers; 4 bytes more if
       exact.
 
     Raises:

@@ -61,7 +61,7 @@ def rmsprop(
 
     Returns:
       A :class:`GradientTransformation`. State per row: D numbers, D more if centered, D
-      more with momentum; 4 bytes more if exact, 8 with momentum.
+      more with momentum; 4 bytes more if exact.
 
     Cost: a step reads and writes ``U * D`` elements of the parameter and of each of these;
     catching up the same once more.

@@ -46,7 +46,7 @@ def sgd(
 
     Returns:
       A :class:`GradientTransformation`. State per row: nothing; D numbers with momentum;
-      8 bytes more if exact.
+      4 bytes more if exact.
 
     Cost: a step reads and writes ``U * D`` elements of each of the parameter and the
     trace; catching up the same once more.

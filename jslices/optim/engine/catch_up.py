@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ from jax import lax
 from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
-from jslices._jax import flatten, varying_axes
+from jslices._jax import varying_axes
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
 from jslices._rows import access
 from jslices._rows.sums import number_by_first, number_by_runs
 from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
-from jslices._typing import Arrays, Leaf, Params, PyTree
+from jslices._typing import Arrays, Leaf, PyTree
 from jslices.optim.engine.clock import (
     FROZEN,
     Clock,
@@ -129,14 +129,11 @@ def with_clock(
     return Partial(timed, whole)
 
 
-def refuse_stale(
-    grads: Sequence[Leaf], last: Sequence[jax.Array], count: jax.Array
-) -> None:
+def refuse_stale(tables: Sequence[tuple[Leaf, jax.Array]], count: jax.Array) -> None:
     """Raise for rows that have not caught up; no value may be traced.
 
-    ``last`` are the last steps of all rows of each gradient's array.
+    ``tables`` are gradients, and the last steps of all rows of each one's array.
     """
-    tables = [(g, steps) for g, steps in zip(grads, last, strict=True) if g is not None]
     for (_, steps), (rows, late) in zip(tables, _late(tables, count), strict=True):
         if isinstance(late, jax.core.Tracer):  # all is known, but something is traced
             continue
@@ -230,7 +227,7 @@ def caught_up(
     kept: Sequence[ArrayLike],
     whole: jax.Array,
     count: jax.Array,
-) -> Arrays | None:
+) -> Arrays:
     """A parameter and what is kept with it, after the missed steps of some rows or all.
 
     Where all rows are meant, and none has missed a step, as in an array that each step
@@ -238,10 +235,8 @@ def caught_up(
     first that is ``read``; the last that is ``kept`` are the last steps of rows, and
     ``whole`` that of the array as a whole.
     """
-    if behind is False:
-        return None
     old = [jnp.asarray(x) for x in read], [jnp.asarray(x) for x in kept]
-    if behind is not True:
+    if isinstance(behind, IndexedSlices):
         return step_rows(kernel, behind, *old, adds=True)
     last = old[1][-1]
     late = last_done(last_steps(last, whole, count), count) < count
@@ -257,6 +252,10 @@ def caught_up(
     # But for a CPU it takes longer to wait for what has been computed than to compute.
     result: Arrays = lax.platform_dependent(*old, cpu=if_late, default=every_row)
     return result
+
+
+def entries_of(behind: Behind) -> int | None:
+    return None if isinstance(behind, bool) else len(behind.indices)
 
 
 def peeked(
@@ -331,36 +330,109 @@ def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
     @functools.partial(jax.jit, inline=True)
     def kernel(shared: PyTree, p: jax.Array, *rest: jax.Array) -> Arrays:
         count, log, key, whole = shared
-        names, arrays, last = _clock_apart(rest, key)
-        if steps.average is not None:
-            *arrays, mean = arrays
+        *arrays, last = rest
         last = access.gathered_once(last)  # or a GPU copies those of all rows
-        last = last_steps(last, whole, count)
-        done = last_done(last, count)
-        late, dtype = done < count, float_like(p)
-        moves = late & (done == last)
-        own, of_average, pulls = steps.missed(log, count, done)
-
-        def advanced(missed: Missed, p: jax.Array) -> Any:
-            missed = missed.for_rows(p, dtype)
-            move, *new = steps.advance(missed, p, *arrays)
-            if key is not None:
-                move += _noise(steps, key, names, done, count, missed.rates, p)
-            # A row that missed nothing stays as it is, to the bit.
-            move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
-            return missed.decay, move, new
-
-        _, move, new = advanced(own, p)
-        if steps.average is not None:
-            fade, share, _ = advanced(of_average, jnp.zeros_like(p))
-            was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
-            rest = (1 + fade) * (mean - was * p) - steps.average * share
-            mean = access.where_rows(late, rest + pull * (p + move), mean).astype(mean.dtype)
-            new, arrays = [*new, mean], [*arrays, mean]
-        moved = (x.astype(old.dtype) for x, old in zip(new, arrays, strict=True))
-        return move, *moved, _stamped(last, count)
+        waited = waited_of(steps, count, log, last_steps(last, whole, count))
+        return advanced(steps, count, key, waited, p, *arrays)
 
     return kernel
+
+
+class Waited(NamedTuple):
+    """Numbers of rows that may have missed steps, ``[n]`` each."""
+
+    last: jax.Array  #: their last steps, of held and frozen ones as such.
+    done: jax.Array  #: their last steps.
+    late: jax.Array  #: whether they have missed some.
+    moves: jax.Array  #: whether these move them.
+    own: Missed
+    averaged: Missed  #: of their average.
+    pulls: tuple[Any, Any]  #: of the average, then and now.
+
+
+def waited_of(
+    steps: MissedSteps, count: jax.Array, log: jax.Array, last: jax.Array
+) -> Waited:
+    done = last_done(last, count)
+    late = done < count
+    return Waited(last, done, late, late & (done == last), *steps.missed(log, count, done))
+
+
+def advanced(
+    steps: MissedSteps,
+    count: jax.Array,
+    key: jax.Array | None,
+    waited: Waited,
+    p: jax.Array,
+    *rest: jax.Array,
+) -> Arrays:
+    """``(move, *new)`` of rows ``p``, what they read besides, and their state arrays."""
+    last, done, late, moves, own, averaged, pulls = waited
+    names, arrays = rest[0] if rest else None, rest[int(key is not None) :]
+    if steps.average is not None:
+        arrays, mean = arrays[:-1], arrays[-1]
+
+    def moved(missed: Missed, p: jax.Array) -> Any:
+        missed = missed.for_rows(p, float_like(p))
+        move, *new = steps.advance(missed, p, *arrays)
+        if key is not None:
+            move += _noise(steps, key, names, done, count, missed.rates, p)
+        # A row that missed nothing stays as it is, to the bit.
+        move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
+        return missed.decay, move, new
+
+    _, move, new = moved(own, p)
+    if steps.average is not None:
+        fade, share, _ = moved(averaged, jnp.zeros_like(p))
+        was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
+        left = (1 + fade) * (mean - was * p) - steps.average * share
+        new.append(access.where_rows(late, left + pull * (p + move), mean))
+        arrays = *arrays, mean
+    kept = (x.astype(old.dtype) for x, old in zip(new, arrays, strict=True))
+    return move, *kept, _stamped(last, count)
+
+
+def is_small(steps: MissedSteps, p: Any) -> bool:
+    """Whether :func:`small_caught_up` is for an array, as far as is known."""
+    kind = jax.typeof(p)
+    on_mesh = boundary.mesh_of(kind) is not None or varying_axes(kind)
+    return 0 < p.size <= CHUNK_ELEMENTS and not (on_mesh or steps.noise)
+
+
+def small_caught_up(
+    steps: MissedSteps,
+    count: jax.Array,
+    log: jax.Array,
+    arrays: Sequence[Sequence[jax.Array]],
+    whole: Sequence[jax.Array],
+) -> list[Arrays]:
+    """Small arrays, each ``[p, *state, last]``, after their missed steps, if there are any.
+
+    As in arrays that each step moves as a whole there are none, one branch is for all of
+    them, and their numbers are one vector's: XLA compiles these as slowly as the rest.
+    """
+    lasts = [last_steps(x[-1], n, count) for x, n in zip(arrays, whole, strict=True)]
+    last = jnp.concatenate([x.reshape(-1) for x in lasts])
+
+    def every_row(arrays: Sequence[Sequence[jax.Array]]) -> list[Arrays]:
+        waited, at = waited_of(steps, count, log, last), 0
+        new: list[Arrays] = []
+        for (p, *state, _), mine in zip(arrays, lasts, strict=True):
+            rows = slice(at, at + mine.size)
+            part = lambda x: x[rows].reshape(mine.shape) if np.shape(x) == last.shape else x  # noqa: B023, E731
+            move, *kept = advanced(
+                steps, count, None, jax.tree.map(part, waited), p, *state
+            )
+            new.append(((p + move).astype(p.dtype), *kept))
+            at += mine.size
+        return new
+
+    waits = (last_done(last, count) < count) | ((last < 0) & ~never_moves(last))
+    as_they_are = lambda arrays: [tuple(x) for x in arrays]  # noqa: E731
+    if_late = lambda arrays: lax.cond(jnp.any(waits), every_row, as_they_are, arrays)  # noqa: E731
+    # But for a CPU it takes longer to wait for what has been computed than to compute.
+    result: list[Arrays] = lax.platform_dependent(arrays, cpu=if_late, default=every_row)
+    return result
 
 
 def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> Arrays:

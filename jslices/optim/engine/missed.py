@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import Partial
 
-from jslices._place import boundary
 from jslices._typing import Arrays, Scalar, Schedule
 from jslices.optim.engine.quadrature import gauss_nodes
 from jslices.optim.engine.rule import next_count, per_row, value_at, weight_seen
@@ -60,7 +60,7 @@ class Missed(NamedTuple):
     decay: Any  #: what weight decay adds to the row, as a share of it; 0.0 without.
     rates: Any  #: the sum of the learning rates; 0.0 where it is not kept.
     #: ``(decay, rates)`` of these steps without the first ``[n, *D]`` of each row.
-    without_first: Callable[[jax.Array], tuple[Any, Any]]
+    without_first: Partial
 
     def for_rows(self, p: jax.Array, dtype: np.dtype) -> "Missed":
         """The same for the arithmetic of rows ``p`` ``[n, *D]``."""
@@ -168,12 +168,14 @@ class MissedSteps:
         rate, decay = self.rate(count, dtype), self.decay(count, dtype)
         opened = self._run_on(columns[:, 1], rate, decay)
         if self.series:
+            number = step.astype(dtype)
             weights = [
-                x.weight(step.astype(dtype)) * (rate if x.times_learning_rate else 1)
+                jnp.asarray(x.weight(number), dtype)
+                * (rate if x.times_learning_rate else 1)
                 for x in self.series
             ]
-            weights = jnp.stack([jnp.asarray(x, dtype) for x in weights] * self._num_panels)
-            terms, old = weights[:, None] * self._powers(dtype), columns[:, 1:]
+            terms = jnp.stack(weights * self._num_panels)[:, None] * self._powers(dtype)
+            old = columns[:, 1:]
             sums = old[lines["sums"]] * (1 - decay if self.decays else 1) + terms
             if self.average is not None:
                 share = columns[lines["pull"].start, 1] / (1 - decay) if self.decays else 1
@@ -192,7 +194,7 @@ class MissedSteps:
         lines, sums = self._lines, self._lines["nodes"].stop
         parts = [jnp.zeros(sums, column.dtype)]
         if self.decays:
-            *log_left, sign = column[lines["decay"]]
+            high, low, sign = column[lines["decay"]]
             usual = decay < 1
             growth = jnp.where(
                 usual,
@@ -200,9 +202,10 @@ class MissedSteps:
                 jnp.where(decay > 1, jnp.log(jnp.where(usual, 2, decay) - 1), LOG_ZERO),
             )
             sign = jnp.where(decay > 1, -sign, sign)
-            parts.append(jnp.stack([*_added(*log_left, growth), sign]))
+            parts.append(jnp.stack([*_added(high, low, growth), sign]))
         if self.keeps_rates:
-            parts.append(jnp.stack(_added(*column[lines["rates"]], rate)))
+            high, low = column[lines["rates"]]
+            parts.append(jnp.stack(_added(high, low, rate)))
         if self.decays and self.average is not None:
             pull = column[lines["pull"]] / (1 - decay)
             parts.append(1 - self.average + self.average * pull)
@@ -234,10 +237,7 @@ class MissedSteps:
         if self.decays and self.series:
             left, _ = self._since(log, count, self._column(log, count - later))
             of_row = self._scaled(of_row, 1 + left)
-
-        def without_first(first: jax.Array) -> tuple[Any, Any]:
-            return self._since(log, count, self._column(log, per_row(last, first) + first))
-
+        without_first = Partial(self._without_first, log, count, last)
         if log.size:  # one number is enough to make a move NaN
             unknown = jnp.where(steps < log.shape[1], 0, jnp.asarray(jnp.nan, dtype))
             decay, rates = decay + unknown, rates + unknown
@@ -253,8 +253,13 @@ class MissedSteps:
         (was,), (pull,) = column[lines["pull"]], _at(log, count)[lines["pull"]]
         return own, averaged, (was, pull)
 
+    def _without_first(
+        self, log: jax.Array, count: jax.Array, last: jax.Array, first: jax.Array
+    ) -> tuple[Any, Any]:
+        return self._since(log, count, self._column(log, per_row(last, first) + first))
+
     def _column(self, log: jax.Array, step: jax.Array) -> list[jax.Array]:
-        """What rows have to know whose last step was ``step`` ``[n]``: ``[n]`` of each line.
+        """What rows have to know whose last step was ``step``, ``[n]``, of each line.
 
         Each line by itself: XLA:CPU would transpose what it gathers of all together, and a
         TPU read a tile for each number.
@@ -268,7 +273,9 @@ class MissedSteps:
         """What decay has added since a column was opened, and the sum of the rates."""
         lines = self._lines
         decay = rates = jnp.zeros_like(column[0]) if column else jnp.zeros((), log.dtype)
-        now = _at(log, count) if self.decays or self.keeps_rates else None
+        if not (self.decays or self.keeps_rates):
+            return decay, rates
+        now = _at(log, count)
         if self.decays:
             *before, sign = column[lines["decay"]]
             *log_now, sign_now = now[lines["decay"]]
@@ -314,7 +321,7 @@ def _added(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, ja
     return total, (high - (total - part)) + (more - part)
 
 
-def _apart(now: Sequence[jax.Array], before: Sequence[jax.Array]) -> jax.Array:
+def _apart(now: Any, before: Any) -> Any:
     """The difference of two such sums."""
     (high, low), (high_before, low_before) = now, before
     return (high - high_before) + (low - low_before)

@@ -76,7 +76,7 @@ def panel_ends(b1: float, b2: float, eps_root: bool = False) -> tuple[int, ...]:
     share = np.cumsum((w / np.cumsum(w)) ** 0.3 * falls**0.7)
     for n in range(1, MOST_PANELS + 1):
         ends = np.unique(np.searchsorted(share, share[-1] * np.arange(1, n) / n).clip(1))
-        worst = max(_error(*case, eps_root, [0, *ends]) for case in cases)
+        worst = max(_error(case, eps_root, [0, *ends]) for case in cases)
         if worst < (MOST_ERROR if n > 1 or eps_root else MOST_ERROR_OF_ONE):
             return tuple(ends.tolist())
     raise ValueError(
@@ -86,10 +86,9 @@ def panel_ends(b1: float, b2: float, eps_root: bool = False) -> tuple[int, ...]:
     )
 
 
-def _error(
-    w: np.ndarray, q: np.ndarray, small: Any, eps_root: bool, starts: Sequence[int]
-) -> float:
-    """Of nodes in place of steps ``w/q`` at ``q``: the worst share at the end of a panel."""
+def _error(case: Sequence[np.ndarray], eps_root: bool, starts: Sequence[int]) -> float:
+    """Of nodes in place of steps ``w/q`` at ``q``, relative: the worst of all panels."""
+    w, q, small = case
 
     def step(q: np.ndarray) -> Any:
         return q / (np.hypot(q, small) if eps_root else q + small)

@@ -2,9 +2,8 @@
 
 import collections
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +85,24 @@ def _averaging(state_type: Any) -> Any:
 
 def _unpickled(state_type: Any, *parts: PyTree) -> Any:
     return _averaging(state_type)(*parts)
+
+
+class _OfClock(NamedTuple):
+    """What the clock has of an array, besides the last steps of its rows."""
+
+    log: jax.Array  #: of its rule.
+    whole: Any  #: its last step as a whole.
+    number: int  #: of the parameter, among those that the state is of.
+
+
+class _Array(NamedTuple):
+    """A parameter, and what is kept with it."""
+
+    path: str  #: of the leaf, as JAX writes it, for errors.
+    rule: Rule
+    read: tuple[Any, ...]  #: the parameter; if there is noise, what this knows rows by.
+    kept: list[Any]  #: its state arrays; then the last steps of its rows.
+    clock: Any  #: an ``_OfClock`` if its rows catch up.
 
 
 class _RuleOnTrees:
@@ -179,58 +196,49 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
-        stepped, new, kernel_of = [], [], self._kernels(state)
-        as_whole = np.zeros(jax.tree.structure(self._last(state)).num_leaves, bool)
-        for path, rule, grad, read, kept, number, *kind in zip(
-            protocol.paths_of(tree),
-            self._rules(params, tree),
-            leaves,
-            self._read(state, tree, _parameters(tree, params, reads_params)),
-            self._kept(state, tree),
-            self._numbers(state, tree),
-            is_peeked,
-            strict=True,
-        ):
+        stepped, new, as_whole = [], [], []
+        kernel_of, count = self._kernels(state), state.count
+        params_of = _parameters(tree, params, reads_params)
+        arrays = self._arrays(state, params, tree, params_of)
+        for each, grad, does_missed in zip(arrays, leaves, is_peeked, strict=True):
+            path, rule, read, kept, *_ = each
             shapes = functools.partial(self.state_shapes, rule)
             mine = kept[: len(self.names)]
             grad = checked_gradient(path, grad, read[0], mine, shapes)
-            if rule.missed is not None and isinstance(grad, IndexedSlices):
-                kind[0] |= protocol.has_no_rows(grad) and adds and read[0] is not None
-                if kind[0]:
-                    grad = self._with_rows_in_turn(state, rule, kept[-1], grad)
             by_row = isinstance(grad, IndexedSlices)
-            kernel = kernel_of(rule, by_row, number)
-            if kind[0]:
-                kernel = exact.after(self._missed(state, rule, number), kernel)
-            first, arrays = _step_leaf(adds, path, rule, kernel, grad, read, kept)
-            if rule.missed is not None and arrays is not None and not by_row:
-                as_whole[number], arrays = True, (*arrays[:-1], kept[-1])
+            if each.clock is not None and by_row:
+                is_unread = protocol.has_no_rows(grad) and adds and read[0] is not None
+                does_missed |= is_unread
+                if does_missed:
+                    # Rows of it may be read without gradient, before those of the others.
+                    now = after_all(count, leaves) if is_unread else count
+                    grad = with_rows_in_turn(grad, kept[-1], each.clock.log, now)
+            kernel = kernel_of(each, by_row)
+            if does_missed:
+                kernel = exact.after(self._missed(state, each), kernel)
+            first, changed = _step_leaf(adds, path, rule, kernel, grad, read, kept)
+            if each.clock is not None and changed is not None and not by_row:
+                as_whole.append(each.clock.number)
+                changed = (*changed[:-1], kept[-1])
             stepped.append(first)
-            new.append(arrays)
+            new.append(changed)
         if self.rule.missed is not None:
             clock = self._ticked(state, as_whole, [stepped, new])
             state = state._replace(clock=clock)
-        count = next_count(state.count)
-        state = self._with_arrays(state, tree, new)._replace(count=count)
+        state = self._with_arrays(state, tree, new)._replace(count=next_count(count))
         return tree.unflatten(stepped), state
 
-    def _ticked(
-        self, state: State, as_whole: np.ndarray, stepped: PyTree
-    ) -> Clock:
-        """The clock after a step, but for the last steps of rows.
-
-        Not before all else is ``stepped``.
-        """
+    def _ticked(self, state: State, as_whole: list[int], stepped: PyTree) -> Clock:
+        """The clock after a step of some arrays ``as_whole``, not before all is stepped."""
         clock, count = state.clock, after_all(state.count, stepped)
         pairs = zip(self._missed_of_rules, clock.log, strict=True)
         log = tuple(steps.logged(log, count) for steps, log in pairs)
-        if as_whole.any():
-            whole = jnp.where(as_whole, next_count(state.count), clock.whole)
-            clock = clock._replace(whole=whole)
-        return clock._replace(log=log)
+        stands = np.isin(np.arange(len(clock.whole)), as_whole, invert=True)
+        whole = jnp.where(stands, clock.whole, next_count(state.count))
+        return clock._replace(log=log, whole=whole if as_whole else clock.whole)  # type: ignore[no-any-return]
 
-    def _kernels(self, state: State) -> Callable[[Rule, bool, int], Kernel]:
-        """``kernel_of(rule, by_row, number)`` of the parameter of a number.
+    def _kernels(self, state: State) -> "Callable[[_Array, bool], Kernel]":
+        """``kernel_of(array, by_row)``.
 
         In a program it is traced once for all arrays, or rows of them, of one shape.
         """
@@ -243,12 +251,12 @@ class _RuleOnTrees:
             kernel = ((by_row and rule.update_rows) or rule.update)(step)
             return jax.jit(kernel, inline=True) if is_staged() else kernel
 
-        def kernel_of(rule: Rule, by_row: bool, number: int) -> Kernel:
-            kernel = of_rule(rule, by_row)
-            if rule.missed is None:
+        def kernel_of(each: _Array, by_row: bool) -> Kernel:
+            kernel = of_rule(each.rule, by_row)
+            if each.rule.missed is None:
                 return kernel
-            clock = state.count, state.clock, state.clock.whole[number]
-            return exact.with_clock(kernel, rule.missed, *clock)
+            clock = state.count, state.clock, each.clock.whole
+            return exact.with_clock(kernel, each.rule.missed, *clock)
 
         return kernel_of
 
@@ -277,34 +285,22 @@ class _RuleOnTrees:
         """The rows that ``ids`` name, once it is clear that they can catch up."""
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(params)
-        arrays = self._rules(params, tree), self._kept(state, tree)
-        for path, p, rule, kept in zip(
-            protocol.paths_of(tree), leaves, *arrays, strict=True
-        ):
+        for path, rule, (p, *_), kept, _ in self._arrays(state, params, tree, leaves):
             shapes = self.state_shapes(rule, jnp.shape(p))
             check_shapes(path, jnp.shape(p), kept[: len(self.names)], shapes)
         return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
-    def _missed(self, state: State, rule: Rule, number: int) -> Partial:
-        """What rows of the parameter of this number do that are behind."""
-        assert rule.missed is not None
-        clock, log = state.clock, self._log(state, rule)
-        shared = state.count, log, clock.key, clock.whole[number]
-        return exact.missed_steps(self.arithmetic(rule.missed), *shared)
+    def _missed(self, state: State, each: "_Array") -> Partial:
+        """What rows of an array do that are behind."""
+        log, whole, _ = each.clock
+        shared = state.count, log, state.clock.key, whole
+        return exact.missed_steps(self.arithmetic(each.rule.missed), *shared)
 
     @functools.cached_property
     def _missed_of_rules(self) -> list[MissedSteps]:
         """The missed steps of the rules, each of which has a log."""
         rules = self.rule, *([] if self.mask is None else [self.other])
         return [rule.missed for rule in rules if rule.missed is not None]
-
-    def _log(self, state: State, rule: Rule) -> jax.Array:
-        return state.clock.log[self._missed_of_rules.index(rule.missed)]  # type: ignore
-
-    def _with_rows_in_turn(
-        self, state: State, rule: Rule, last: jax.Array, rows: IndexedSlices
-    ) -> IndexedSlices:
-        return with_rows_in_turn(rows, last, self._log(state, rule), state.count)
 
     @on_any_mesh(lambda self, params, state, behind: shardings_of((params, state)))
     @usual_promotion
@@ -318,40 +314,47 @@ class _RuleOnTrees:
         rows at a time.
         """
         leaves, tree = flatten(params)
-        late = self._late(params, state, behind)
-        new = [exact.caught_up(*rows, state.count) for rows in late]
+        arrays = self._arrays(state, params, tree, leaves)
+        new: list[Any] = [None] * len(leaves)
+        together: dict[Any, list[int]] = {}
+        for i, (each, rows) in enumerate(zip(arrays, behind, strict=True)):
+            missed: Any = each.rule.missed
+            if rows is True and exact.is_small(missed, leaves[i]):
+                together.setdefault(missed, []).append(i)
+            elif rows is not False:
+                rows = self._with_rows_in_turn(state, each, rows)
+                clock = each.clock.whole, state.count
+                kernel = self._missed(state, each)
+                new[i] = exact.caught_up(kernel, rows, each.read, each.kept, *clock)
+        for missed, members in together.items():
+            log, *_ = arrays[members[0]].clock
+            small = [[*arrays[i].read, *arrays[i].kept] for i in members]
+            whole = [arrays[i].clock.whole for i in members]
+            done = exact.small_caught_up(missed, state.count, log, small, whole)
+            for i, mine in zip(members, done, strict=True):
+                new[i] = mine
         pairs = zip(leaves, new, strict=True)
         params = tree.unflatten([p if mine is None else mine[0] for p, mine in pairs])
-        arrays = [None if mine is None else mine[1:] for mine in new]
-        return params, self._with_arrays(state, tree, arrays)
+        changed = [None if mine is None else mine[1:] for mine in new]
+        return params, self._with_arrays(state, tree, changed)
 
     @on_any_mesh(lambda *args: None)
     @usual_promotion
     def _peek(self, params: Params, state: State, behind: Sequence[exact.Behind]) -> PyTree:
-        late = self._late(params, state, behind)
-        rows = [
-            exact.peeked(*mine, None if isinstance(x, bool) else len(x.indices))
-            for (*mine, _), x in zip(late, behind, strict=True)
-        ]
-        return flatten(params)[1].unflatten(rows)
-
-    def _late(
-        self, params: Params, state: State, behind: Sequence[exact.Behind]
-    ) -> Iterator[tuple[Any, ...]]:
-        """For each parameter its missed steps, its rows, what these read and keep, and
-        its last step as a whole."""
         leaves, tree = flatten(params)
-        rules, numbers = self._rules(params, tree), self._numbers(state, tree)
-        behind = [
-            x if isinstance(x, bool) else self._with_rows_in_turn(state, rule, last, x)
-            for x, rule, last in zip(
-                behind, rules, arrays_of(state.clock, "last", tree), strict=True
-            )
-        ]
-        kernels = map(functools.partial(self._missed, state), rules, numbers)
-        arrays = self._read(state, tree, leaves), self._kept(state, tree)
-        whole = (state.clock.whole[number] for number in numbers)
-        return zip(kernels, behind, *arrays, whole, strict=True)
+        arrays, now = self._arrays(state, params, tree, leaves), []
+        for each, rows in zip(arrays, behind, strict=True):
+            kernel, entries = self._missed(state, each), exact.entries_of(rows)
+            rows = self._with_rows_in_turn(state, each, rows)
+            now.append(exact.peeked(kernel, rows, each.read, each.kept, entries))
+        return tree.unflatten(now)
+
+    def _with_rows_in_turn(
+        self, state: State, each: "_Array", rows: exact.Behind
+    ) -> exact.Behind:
+        if isinstance(rows, bool):
+            return rows
+        return with_rows_in_turn(rows, each.kept[-1], each.clock.log, state.count)
 
     def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be.
@@ -375,20 +378,19 @@ class _RuleOnTrees:
         if is_traced and (here or not all(self.caught_up.values())):
             return
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
-        last = arrays_of(state.clock, "last", tree)
         leaves = [
             None if is_peeked or protocol.has_no_rows(x) else x
             for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
         ]
         if not is_traced:
-            whole, count = state.clock.whole, state.count
-            steps = [
-                x if g is None else last_steps(x, whole[number], count)
-                for g, x, number in zip(
-                    leaves, last, self._numbers(state, tree), strict=True
+            tables = [
+                (g, last_steps(last, whole, state.count))
+                for g, (last, whole, _) in zip(
+                    leaves, self._clocks(state, tree), strict=True
                 )
+                if g is not None
             ]
-            exact.refuse_stale(leaves, steps, count)
+            exact.refuse_stale(tables, state.count)
         elif any(map(is_slices, leaves)):
             warn_at_line(exact.STALE, category=UserWarning)
 
@@ -420,36 +422,39 @@ class _RuleOnTrees:
         # A None gradient stands for None or any part of the parameters: none is stepped.
         return [r if isinstance(r, Rule) else self.rule for r in rules]
 
-    def _read(
-        self, state: State, tree: PyTreeDef, params: Sequence[Any]
-    ) -> list[tuple[Any, ...]]:
-        """For each leaf its parameter, and if there is noise what this knows rows by."""
-        if self.rule.missed is None or self.rule.missed.noise is None:
-            return list(zip(params, strict=True))
-        last = arrays_of(state.clock, "last", tree)
-        names = map(exact.row_names, protocol.paths_of(tree), last, params)
-        return list(zip(params, names, strict=True))
-
-    def _kept(self, state: State, tree: PyTreeDef) -> list[list[jax.Array]]:
-        """For each leaf its state arrays; then ``last`` of a clock.
+    def _arrays(
+        self, state: State, params: Params, tree: PyTreeDef, leaves: Sequence[Any]
+    ) -> "list[_Array]":
+        """For each leaf of ``tree``, whose parameters are ``leaves``, what is kept with it.
 
         Where a None gradient stands for None, or for a part of the parameters, it is
         whatever the state has there.
         """
         columns = [arrays_of(state, name, tree) for name in self.names]
-        if self.rule.missed is not None:
-            columns.append(arrays_of(state.clock, "last", tree))
-        return [list(x) for x in zip(*columns, strict=True)] or [[]] * tree.num_leaves
-
-    def _last(self, state: State) -> PyTree:
-        return None if self.rule.missed is None else state.clock.last
-
-    def _numbers(self, state: State, tree: PyTreeDef) -> list[int]:
-        """For each leaf the number of its parameter, among those that the state is of."""
+        paths, rules = protocol.paths_of(tree), self._rules(params, tree)
         if self.rule.missed is None:
-            return [0] * tree.num_leaves
-        sizes = (len(jax.tree.leaves(x)) for x in arrays_of(state.clock, "last", tree))
-        return [0, *itertools.accumulate(sizes)][: tree.num_leaves]
+            kept = [list(x) for x in zip(*columns, strict=True)] or [[]] * len(leaves)
+            rows = zip(paths, rules, leaves, kept, strict=True)
+            return [_Array(path, rule, (p,), mine, None) for path, rule, p, mine in rows]
+        logs = dict(zip(self._missed_of_rules, state.clock.log, strict=True))
+        arrays, clocks = [], self._clocks(state, tree)
+        for path, rule, p, *mine, (last, whole, number) in zip(
+            paths, rules, leaves, *columns, clocks, strict=True
+        ):
+            has_noise = rule.missed.noise is not None and p is not None
+            names = [exact.row_names(path, last, p)] if has_noise else []
+            of_clock = _OfClock(logs[rule.missed], whole, number)
+            arrays.append(_Array(path, rule, (p, *names), [*mine, last], of_clock))
+        return arrays
+
+    def _clocks(self, state: State, tree: PyTreeDef) -> list[tuple[Any, Any, int]]:
+        """For each leaf the last steps of its rows, of all of it, and its number."""
+        clocks, number = [], 0
+        for last in arrays_of(state.clock, "last", tree):
+            whole = state.clock.whole[number] if hasattr(last, "shape") else None
+            clocks.append((last, whole, number))
+            number += len(jax.tree.leaves(last))
+        return clocks
 
     def _with_arrays(
         self, state: State, tree: PyTreeDef, arrays: Sequence[tuple[jax.Array, ...] | None]

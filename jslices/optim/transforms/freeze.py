@@ -275,7 +275,7 @@ def _with_clocks(
     def marked(x: PyTree) -> PyTree:
         if not has_clock(x):
             return x
-        leaves, tree = jax.tree.flatten(x.clock.last)
+        leaves, tree = flatten(x.clock.last)
         whole = tree.unflatten(x.clock.whole[i] for i in range(len(leaves)))
 
         def steps(last: jax.Array, bits: Frozen, whole: jax.Array) -> jax.Array:

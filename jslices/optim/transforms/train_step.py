@@ -23,7 +23,6 @@ from jslices._place.boundary import mesh_of, platform_of
 from jslices._place.hints import HINT_BYTES, hint_once
 from jslices._rows.access import is_below
 from jslices._typing import Params, PyTree, State
-from jslices.optim.engine.catch_up import CHUNK_ELEMENTS
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
 
@@ -91,8 +90,7 @@ def train_step(
     optimizer reads rows and their state before the loss, and XLA reads them once for the
     step as well. Rows catch up before, and are written twice, where a step is a pass over
     the table, on a mesh, outside of ``jit``, and by optimizers that cannot peek. An array
-    that the call uses as a whole does its missed steps in the step, whether there are any
-    or not; one of more than 2**18 elements catches up before, if any row of it is behind.
+    that the call uses as a whole catches up before, if any row of it is behind.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -152,9 +150,8 @@ def _up_to_date(
 ) -> tuple[tuple[Params, State], UserCall, Prefetched, list[bool]]:
     """What a call reads, after the steps that it has missed.
 
-    Parameters and state, in which some rows have caught up. The call of these, and of small
-    arrays that were peeked at instead; the rows of others that were; and for each array
-    whether it was.
+    Parameters and state, in which some rows have caught up; the call of these; the rows of
+    others that were peeked at instead; and for each array whether it was.
     """
     every = range(len(planned.leaves))
     may_peek = {i for i in every if tx.peeks and _is_one_program(planned, i)}
@@ -168,12 +165,11 @@ def _up_to_date(
         params, state = tx.catch_up(params, state, sources)
         call = call.at(params)
     whole = reads.whole - reads.sources
-    small = {i for i in whole if tx.peeks and _is_one_program(planned, i, whole=True)}
     rows, others = reads.at(call.primals)
     by_rows = {i for i in may_peek if not (rows[i] is None and others[i] is None)}
 
     def behind(i: int) -> PyTree:
-        if i in small | by_rows:
+        if i in by_rows:
             return None
         if i in whole:
             return True
@@ -191,12 +187,11 @@ def _up_to_date(
         leaves = call.tree.flatten_up_to((now,))
         return {i: x for i, x in enumerate(leaves) if x is not None}
 
-    now = peek(dict.fromkeys(small, True) | {i: rows[i] for i in by_rows})
+    now = peek({i: rows[i] for i in by_rows})
     alone = peek({i: x for i, x in enumerate(others) if i in by_rows and x is not None})
-    taken = {(i, True): now.pop(i) for i in by_rows & now.keys()}
+    taken = {(i, True): x for i, x in now.items()}
     taken |= {(i, False): x for i, x in alone.items()}
-    call = call.at(call.mirror(now.get(i, p) for i, p in enumerate(call.primals)))
-    return (params, state), call, taken, [i in small | by_rows for i in every]
+    return (params, state), call, taken, [i in by_rows for i in every]
 
 
 def _is_state(x: PyTree) -> bool:
@@ -225,8 +220,8 @@ def _not_ours(tx: object) -> str:
     return f"train_step wants an optimizer of jslices, got {got}; type {help}"
 
 
-def _is_one_program(planned: Planned, leaf: int, whole: bool = False) -> bool:
-    """Whether XLA sees all that the call does to a small array or rows, on one device.
+def _is_one_program(planned: Planned, leaf: int) -> bool:
+    """Whether XLA sees all that the call does to rows of an array, on one device.
 
     Not those of a pass over the table: the missed steps of a row are read from the state
     that they overwrite, and a pass would copy the whole of it for that.
@@ -235,8 +230,6 @@ def _is_one_program(planned: Planned, leaf: int, whole: bool = False) -> bool:
     around = jax.sharding.get_abstract_mesh().explicit_axes
     if planned.eager or around or mesh_of(aval) is not None:
         return False
-    if whole:
-        return is_below(aval.size, CHUNK_ELEMENTS + 1)
     sites = planned.sites_of(leaf)
     count = sum(site.total for site in sites if site.graded)
     if not sites or any(site.exchange for site in sites):
