@@ -287,6 +287,10 @@ def test_what_is_exported_is_imported(name):
     params, state = flush(params, state)
     again = import_state(tx, params, export_state(params, state, "torch"), 3)
     assert jax.tree.structure(again) == jax.tree.structure(state)
+    if name == "adam_exact":  # the numbers of steps are rounded as each program rounds them
+        logs = again.clock.log, state.clock.log
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), *logs)
+        again, state = (x._replace(clock=x.clock._replace(log=())) for x in (again, state))
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
 

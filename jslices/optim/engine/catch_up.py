@@ -129,18 +129,19 @@ def with_clock(
     return Partial(timed, whole)
 
 
-def refuse_stale(tables: Sequence[tuple[Leaf, jax.Array]], count: jax.Array) -> None:
-    """Raise for rows that have not caught up; no value may be traced.
+#: Gradients; the last steps of rows of the array of each, and of all of it.
+Stepped: TypeAlias = Sequence[tuple[Leaf, jax.Array, Any]]
 
-    ``tables`` are gradients, and the last steps of all rows of each one's array.
-    """
-    for (_, steps), (rows, late) in zip(tables, _late(tables, count), strict=True):
+
+def refuse_stale(tables: Stepped, count: jax.Array) -> None:
+    """Raise for rows that have not caught up; no value may be traced."""
+    for rows, late, done in _late(tables, count):
         if isinstance(late, jax.core.Tracer):  # all is known, but something is traced
             continue
         behind = np.asarray(late)
         if behind.any():
-            row = int(rows.reshape(-1)[int(np.argmax(behind))])
-            before = int(last_done(jnp.ravel(steps)[row], count))
+            first = int(np.argmax(behind))
+            row, before = (int(x.reshape(-1)[first]) for x in (rows, done))
             raise ValueError(
                 f"row {row} did its last step at {before}, the optimizer has done "
                 f'{int(count)}: with untouched="exact" rows catch up before they are read: '
@@ -152,12 +153,12 @@ def refuse_stale(tables: Sequence[tuple[Leaf, jax.Array]], count: jax.Array) -> 
 @boundary.one_program
 @boundary.on_any_mesh(lambda *args: None)
 def _late(
-    tables: Sequence[tuple[Leaf, jax.Array]], count: jax.Array
-) -> list[tuple[jax.Array, jax.Array]]:
-    """For each gradient its rows ``[n]``, and which of them have not caught up."""
+    tables: Stepped, count: jax.Array
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """For each gradient its rows ``[n]``, which have not caught up, and what they did."""
     results = []
-    for grad, last in tables:
-        steps = jnp.atleast_1d(last)
+    for grad, last, whole in tables:
+        steps = jnp.atleast_1d(last_steps(last, whole, count))
         # A row of several numbers, of which each has a step of its own.
         rows = jnp.arange(steps.size).reshape(steps.shape)
         if isinstance(grad, IndexedSlices):
@@ -167,8 +168,8 @@ def _late(
                 rows_at(x, at, fill_value=fill, row_axes=grad.row_axes)
                 for x, fill in ((rows, 0), (steps, FROZEN))
             )
-        late = (last_done(steps, count) != count) & ~never_moves(steps)
-        results.append((rows, late))
+        done = last_done(steps, count)
+        results.append((rows, (done != count) & ~never_moves(steps), done))
     return results
 
 
@@ -399,6 +400,7 @@ def is_small(steps: MissedSteps, p: Any) -> bool:
     return 0 < p.size <= CHUNK_ELEMENTS and not (on_mesh or steps.noise)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def small_caught_up(
     steps: MissedSteps,
     count: jax.Array,
@@ -406,10 +408,11 @@ def small_caught_up(
     arrays: Sequence[Sequence[jax.Array]],
     whole: Sequence[jax.Array],
 ) -> list[Arrays]:
-    """Small arrays, each ``[p, *state, last]``, after their missed steps, if there are any.
+    """Small arrays ``[p, *state]``, after the missed steps of all rows, if there are any.
 
-    As in arrays that each step moves as a whole there are none, one branch is for all of
-    them, and their numbers are one vector's: XLA compiles these as slowly as the rest.
+    ``arrays`` are ``[p, *state, last]``, and ``whole`` their last steps as a whole. As
+    there are none in arrays that each step moves as a whole, one branch is for all of them,
+    and their numbers are one vector's: XLA compiles these as slowly as the rest.
     """
     lasts = [last_steps(x[-1], n, count) for x, n in zip(arrays, whole, strict=True)]
     last = jnp.concatenate([x.reshape(-1) for x in lasts])
@@ -417,19 +420,18 @@ def small_caught_up(
     def every_row(arrays: Sequence[Sequence[jax.Array]]) -> list[Arrays]:
         waited, at = waited_of(steps, count, log, last), 0
         new: list[Arrays] = []
-        for (p, *state, _), mine in zip(arrays, lasts, strict=True):
+        for (p, *state), mine in zip(arrays, lasts, strict=True):
             rows = slice(at, at + mine.size)
             part = lambda x: x[rows].reshape(mine.shape) if np.shape(x) == last.shape else x  # noqa: B023, E731
-            move, *kept = advanced(
-                steps, count, None, jax.tree.map(part, waited), p, *state
-            )
+            own = jax.tree.map(part, waited)
+            move, *kept, _ = advanced(steps, count, None, own, p, *state)
             new.append(((p + move).astype(p.dtype), *kept))
             at += mine.size
         return new
 
-    waits = (last_done(last, count) < count) | ((last < 0) & ~never_moves(last))
-    as_they_are = lambda arrays: [tuple(x) for x in arrays]  # noqa: E731
-    if_late = lambda arrays: lax.cond(jnp.any(waits), every_row, as_they_are, arrays)  # noqa: E731
+    arrays = [tuple(x[:-1]) for x in arrays]
+    late = jnp.any(last_done(last, count) < count)
+    if_late = lambda arrays: lax.cond(late, every_row, lambda arrays: arrays, arrays)  # noqa: E731
     # But for a CPU it takes longer to wait for what has been computed than to compute.
     result: list[Arrays] = lax.platform_dependent(arrays, cpu=if_late, default=every_row)
     return result

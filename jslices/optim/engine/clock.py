@@ -2,18 +2,18 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._jax import flatten, is_symbolic, varying_axes
-from jslices._place.boundary import mesh_of
+from jslices._jax import flatten, is_staged, is_symbolic, varying_axes
+from jslices._place import boundary
 from jslices._rows import access
-from jslices._slices import IndexedSlices, each_shard
-from jslices._typing import Params, PyTree
+from jslices._slices import IndexedSlices, each_shard, is_slices
+from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.rule import row_like
 
@@ -33,7 +33,7 @@ class Clock(NamedTuple):
     """
 
     last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
-    whole: jax.Array  #: int32, one a parameter: its last step as a whole.
+    whole: jax.Array  #: int32, one a parameter: its last step as a whole, or -1.
     log: tuple[jax.Array, ...]  #: ``[lines, L]``, of each rule: see :class:`MissedSteps`.
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
 
@@ -43,11 +43,12 @@ def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
     leaves, tree = flatten(params)
     widest = jnp.result_type(np.float32, *map(float_like, leaves))
     last = [row_like(p, 0, jnp.int32) for p in leaves]
-    num_rows = max((x.size for x in last), default=0)
+    sizes = (x.size for x in last if not is_symbolic(x.size))
+    num_rows = max(sizes, default=0)
     logs = tuple(steps.opened(num_rows, widest) for steps in missed)
     noise = missed[0].noise if missed else None
     key = None if noise is None else jnp.array(noise[1])
-    return Clock(tree.unflatten(last), jnp.zeros(len(leaves), jnp.int32), logs, key)
+    return Clock(tree.unflatten(last), jnp.full(len(leaves), -1, jnp.int32), logs, key)
 
 
 def float_like(p: Any) -> np.dtype:
@@ -83,9 +84,12 @@ def _in_cycle(last: jax.Array) -> jax.Array:
 
 
 def last_steps(last: jax.Array, whole: jax.Array, count: jax.Array) -> jax.Array:
-    """``last`` of rows of an array whose last step as a whole was ``whole``."""
+    """``last`` of rows of an array whose last step as a whole was ``whole``.
+
+    Which frees rows that were held until then.
+    """
     as_whole = jnp.where(never_moves(last), frozen(whole), whole)
-    return jnp.where(last_done(last, count) < whole, as_whole, last)
+    return jnp.where(last_done(last, count) <= whole, as_whole, last)
 
 
 def steps_done(last: Any, whole: Any, count: Any) -> jax.Array:
@@ -93,25 +97,48 @@ def steps_done(last: Any, whole: Any, count: Any) -> jax.Array:
     return last_done(last_steps(jnp.asarray(last), jnp.asarray(whole), count), count)
 
 
+def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> State:
+    """The state with every clock in it as ``change(clock, count)`` makes it."""
+
+    def has_clock(x: PyTree) -> bool:
+        return isinstance(getattr(x, "clock", None), Clock)
+
+    def changed(x: PyTree) -> PyTree:
+        return x._replace(clock=change(x.clock, x.count)) if has_clock(x) else x
+
+    is_leaf = lambda x: has_clock(x) or is_slices(x)  # noqa: E731
+    return jax.tree.map(changed, state, is_leaf=is_leaf)
+
+
+@functools.partial(jax.jit, inline=True)
+def flushed(clock: Clock, count: jax.Array) -> Clock:
+    """The clock after all rows have caught up, whatever they did before."""
+    leaves, tree = flatten(clock.last)
+    steps = [last_steps(x, clock.whole[i], count) for i, x in enumerate(leaves)]
+    marks = [
+        jnp.where(never_moves(x), frozen(count), jnp.where(x < 0, held(count), count))
+        for x in steps
+    ]
+    return clock._replace(last=tree.unflatten(marks), whole=jnp.full_like(clock.whole, -1))
+
+
 # --- Rows in turn -------------------------------------------------------------------------
 
 
+@boundary.one_program
 def with_rows_in_turn(
-    rows: IndexedSlices, last: jax.Array, log: jax.Array, count: jax.Array
+    rows: IndexedSlices, last: jax.Array, count: jax.Array, *, columns: int
 ) -> IndexedSlices:
     """``rows``, and a few others in turn, so that a log forgets no step that a row needs.
 
     Each step names ``ceil(V / (L - 1))`` more, with values of zeros; on a mesh each device
     as many of its own. Rows that do not move need no log, and stay as they are.
     """
-    columns = log.shape[1]
-    if not log.size:
-        return rows
 
     def local(rows: IndexedSlices, last: jax.Array, count: jax.Array) -> IndexedSlices:
         axes = rows.row_axes
         height = access.rows_numbered(last.shape, axes)
-        if is_symbolic(height) or not height:
+        if not access.is_below(0, height):
             return rows
         entries, more = rows.indices.shape[0], -(-height // (columns - 1))
         dtype = access.index_dtype(height, np.dtype(rows.indices.dtype))
@@ -144,10 +171,12 @@ def after_all(count: jax.Array, stepped: PyTree) -> jax.Array:
 
     Rows are stepped by the log, and if XLA:CPU may write it before, it copies the log.
     """
+    if not is_staged():
+        return count
     arrays = jax.tree.leaves(stepped)
     arrays = [x for x in arrays if x.size and jnp.issubdtype(x.dtype, np.inexact)]
     types = [jax.typeof(x) for x in arrays]
-    if any(map(mesh_of, types)) or varying_axes(*types):
+    if any(map(boundary.mesh_of, types)) or varying_axes(*types):
         return count
     firsts = (x[(0,) * x.ndim].real for x in arrays)
     never = functools.reduce(operator.or_, (x > np.inf for x in firsts), False)

@@ -100,6 +100,16 @@ class MissedSteps:
     noise: tuple[float, jax.Array] | None = None
     average: float | None = None
 
+    def __post_init__(self) -> None:
+        width = self.window(np.dtype(np.float32))
+        if width > LONGEST_WINDOW:
+            ratio = max(float(x.ratio) for x in self.series)
+            raise ValueError(
+                f"missed steps count until they have faded, got a momentum that fades by "
+                f"{ratio:.6g} a step, for {width:,} steps; wanted at most "
+                f"{LONGEST_WINDOW:,}, a decay up to 0.99992 or so"
+            )
+
     @property
     def decays(self) -> bool:
         rate = self.weight_decay

@@ -24,6 +24,7 @@ from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, check_slices, each_shard
 from jslices._slices.slices import deduplicated, rows_at, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
+from jslices.optim.engine.clock import flushed, map_clocks
 
 
 @jax.tree_util.register_dataclass
@@ -269,9 +270,10 @@ class GradientTransformation:
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         """The same for every row, before parameters are saved or evaluated."""
-        if self._flush is None:
-            return self.catch_up(params, state, jax.tree.map(lambda p: True, params))
-        return self._flush(params, state)  # type: ignore[no-any-return]
+        if self._flush is not None:
+            return self._flush(params, state)  # type: ignore[no-any-return]
+        params, state = self.catch_up(params, state, jax.tree.map(lambda p: True, params))
+        return params, map_clocks(flushed, state)
 
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
         """Rows after the steps that they missed; nothing is written.

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from jslices.optim.engine.boxes import boxed_anew, unboxed, within_boxes
 from jslices.optim.engine.clock import (
     Clock,
     after_all,
-    last_steps,
     new_clock,
     with_rows_in_turn,
 )
@@ -212,7 +212,7 @@ class _RuleOnTrees:
                 if does_missed:
                     # Rows of it may be read without gradient, before those of the others.
                     now = after_all(count, leaves) if is_unread else count
-                    grad = with_rows_in_turn(grad, kept[-1], each.clock.log, now)
+                    grad = self._with_rows_in_turn(each, grad, now)
             kernel = kernel_of(each, by_row)
             if does_missed:
                 kernel = exact.after(self._missed(state, each), kernel)
@@ -233,9 +233,8 @@ class _RuleOnTrees:
         clock, count = state.clock, after_all(state.count, stepped)
         pairs = zip(self._missed_of_rules, clock.log, strict=True)
         log = tuple(steps.logged(log, count) for steps, log in pairs)
-        stands = np.isin(np.arange(len(clock.whole)), as_whole, invert=True)
-        whole = jnp.where(stands, clock.whole, next_count(state.count))
-        return clock._replace(log=log, whole=whole if as_whole else clock.whole)  # type: ignore[no-any-return]
+        whole = _set(clock.whole, as_whole, next_count(state.count))
+        return clock._replace(log=log, whole=whole)  # type: ignore[no-any-return]
 
     def _kernels(self, state: State) -> "Callable[[_Array, bool], Kernel]":
         """``kernel_of(array, by_row)``.
@@ -322,7 +321,7 @@ class _RuleOnTrees:
             if rows is True and exact.is_small(missed, leaves[i]):
                 together.setdefault(missed, []).append(i)
             elif rows is not False:
-                rows = self._with_rows_in_turn(state, each, rows)
+                rows = self._with_rows_in_turn(each, rows, state.count)
                 clock = each.clock.whole, state.count
                 kernel = self._missed(state, each)
                 new[i] = exact.caught_up(kernel, rows, each.read, each.kept, *clock)
@@ -332,7 +331,10 @@ class _RuleOnTrees:
             whole = [arrays[i].clock.whole for i in members]
             done = exact.small_caught_up(missed, state.count, log, small, whole)
             for i, mine in zip(members, done, strict=True):
-                new[i] = mine
+                new[i] = *mine, arrays[i].kept[-1]
+        as_whole = [arrays[i].clock.number for i in itertools.chain(*together.values())]
+        clock = state.clock._replace(whole=_set(state.clock.whole, as_whole, state.count))
+        state = state._replace(clock=clock)
         pairs = zip(leaves, new, strict=True)
         params = tree.unflatten([p if mine is None else mine[0] for p, mine in pairs])
         changed = [None if mine is None else mine[1:] for mine in new]
@@ -345,16 +347,15 @@ class _RuleOnTrees:
         arrays, now = self._arrays(state, params, tree, leaves), []
         for each, rows in zip(arrays, behind, strict=True):
             kernel, entries = self._missed(state, each), exact.entries_of(rows)
-            rows = self._with_rows_in_turn(state, each, rows)
+            rows = self._with_rows_in_turn(each, rows, state.count)
             now.append(exact.peeked(kernel, rows, each.read, each.kept, entries))
         return tree.unflatten(now)
 
-    def _with_rows_in_turn(
-        self, state: State, each: "_Array", rows: exact.Behind
-    ) -> exact.Behind:
-        if isinstance(rows, bool):
+    def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
+        if isinstance(rows, bool) or not each.clock.log.size:
             return rows
-        return with_rows_in_turn(rows, each.kept[-1], each.clock.log, state.count)
+        columns = each.clock.log.shape[1]
+        return with_rows_in_turn(rows, each.kept[-1], count, columns=columns)
 
     def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be.
@@ -383,13 +384,8 @@ class _RuleOnTrees:
             for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
         ]
         if not is_traced:
-            tables = [
-                (g, last_steps(last, whole, state.count))
-                for g, (last, whole, _) in zip(
-                    leaves, self._clocks(state, tree), strict=True
-                )
-                if g is not None
-            ]
+            clocks = zip(leaves, self._clocks(state, tree), strict=True)
+            tables = [(g, *steps) for g, (*steps, _) in clocks if g is not None]
             exact.refuse_stale(tables, state.count)
         elif any(map(is_slices, leaves)):
             warn_at_line(exact.STALE, category=UserWarning)
@@ -449,10 +445,12 @@ class _RuleOnTrees:
 
     def _clocks(self, state: State, tree: PyTreeDef) -> list[tuple[Any, Any, int]]:
         """For each leaf the last steps of its rows, of all of it, and its number."""
-        clocks, number = [], 0
+        clocks, number, whole = [], 0, state.clock.whole
+        if not isinstance(whole, jax.core.Tracer):  # or each number is a program
+            whole = np.asarray(whole)
         for last in arrays_of(state.clock, "last", tree):
-            whole = state.clock.whole[number] if hasattr(last, "shape") else None
-            clocks.append((last, whole, number))
+            own = whole[number] if hasattr(last, "shape") else None
+            clocks.append((last, own, number))
             number += len(jax.tree.leaves(last))
         return clocks
 
@@ -470,6 +468,11 @@ class _RuleOnTrees:
             last = changed(state.clock.last, len(self.names))
             new["clock"] = state.clock._replace(last=last)
         return state._replace(**new)
+
+
+def _set(whole: jax.Array, numbers: Sequence[int], step: jax.Array) -> jax.Array:
+    here = np.isin(np.arange(len(whole)), numbers)
+    return jnp.where(here, step, whole) if numbers else whole
 
 
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jslices._arguments import check_array
 from jslices._jax import flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
-from jslices._slices import IndexedSlices, is_slices
+from jslices._slices import IndexedSlices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine import clock
 from jslices.optim.engine.constructors import combinator
@@ -269,20 +269,16 @@ def _with_clocks(
 ) -> State:
     """The state with the last steps of rows of every clock in it as ``mark`` makes them."""
 
-    def has_clock(x: PyTree) -> bool:
-        return isinstance(getattr(x, "clock", None), clock.Clock)
+    def marked(old: clock.Clock, count: jax.Array) -> clock.Clock:
+        leaves, tree = flatten(old.last)
+        numbers = tree.unflatten(range(len(leaves)))
+        alone = np.zeros(len(leaves), bool)  # whose rows go by themselves again
 
-    def marked(x: PyTree) -> PyTree:
-        if not has_clock(x):
-            return x
-        leaves, tree = flatten(x.clock.last)
-        whole = tree.unflatten(x.clock.whole[i] for i in range(len(leaves)))
+        def steps(last: jax.Array, bits: Frozen, number: int) -> jax.Array:
+            alone[number] = True
+            return mark(clock.last_steps(last, old.whole[number], count), bits)
 
-        def steps(last: jax.Array, bits: Frozen, whole: jax.Array) -> jax.Array:
-            return mark(clock.last_steps(last, whole, x.count), bits)
+        last = base.map_with_prefix(ARGUMENT, frozen, steps, old.last, numbers)
+        return old._replace(last=last, whole=jnp.where(alone, -1, old.whole))
 
-        last = base.map_with_prefix(ARGUMENT, frozen, steps, x.clock.last, whole)
-        return x._replace(clock=x.clock._replace(last=last))
-
-    is_leaf = lambda x: has_clock(x) or is_slices(x)  # noqa: E731
-    return jax.tree.map(marked, state, is_leaf=is_leaf)
+    return clock.map_clocks(marked, state)
