@@ -203,9 +203,10 @@ def test_adam_with_epsilon_hat_equals_itself_on_dense_gradients(kwargs):
 @pytest.mark.parametrize("l2", [0.0, 0.05])
 def test_proximal_adagrad_equals_itself_on_dense_gradients(l2):
     strengths = {"l1_regularization_strength": 0.02, "l2_regularization_strength": l2}
-    tx = js.proximal_adagrad(0.1, untouched="exact", **strengths)
+    rate = 0.1 if l2 else COSINE
+    tx = js.proximal_adagrad(rate, untouched="exact", **strengths)
     params, _ = fast_jit(tx.flush)(*train_rows(tx))
-    wanted = train_dense(js.proximal_adagrad(0.1, **strengths))
+    wanted = train_dense(js.proximal_adagrad(rate, **strengths))
     assert relative_error(params, wanted) < 2e-5
     assert (np.asarray(wanted) == 0).any()  # the pull reaches zero, and stays
 
@@ -511,9 +512,9 @@ def test_errors():
     ):
         js.adadelta(0.1, weight_decay=0.1, untouched="exact")
     with pytest.raises(
-        ValueError, match=r"takes a number as learning_rate, got a schedule"
+        ValueError, match=r"strength takes a number as learning_rate, got a schedule"
     ):
-        js.proximal_adagrad(COSINE, untouched="exact")
+        js.proximal_adagrad(COSINE, 0.1, 0.0, 0.1, untouched="exact")
     with pytest.raises(
         ValueError, match=r"takes a number for weight_decay, got a schedule"
     ):

@@ -14,7 +14,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
-from jslices.checkpoint.trees import array_name, matching, named_leaves
+from jslices.checkpoint.trees import matching, named_leaves
 from jslices.checkpoint.writing import Part
 from jslices.extend import PyTree
 
@@ -117,7 +117,7 @@ def _with_moved_rows(
         moved, sizes = _changed_rows(name, clock, base), clock.spec.shape
         for other, rows in changed.items():
             shape = leaves[other].spec.shape
-            is_its = f"/{array_name(other)}".endswith(of_rows[1])
+            is_its = f"/{other}".endswith(of_rows[1])
             if rows is not None and is_its and shape[: len(sizes)] == sizes:
                 changed[other] = None if moved is None else _union(rows, moved, shape)
     return changed

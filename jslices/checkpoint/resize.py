@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, IndexedSlices, is_slices, mask_rows, row_major
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
-from jslices.checkpoint.trees import array_name, brief, listed, matching, named_leaves
+from jslices.checkpoint.trees import brief, listed, matching, named_leaves
 from jslices.extend import (
     Params,
     PyTree,
@@ -24,6 +24,9 @@ from jslices.extend import (
     on_any_mesh,
     rows_at,
 )
+
+#: What an optimizer keeps for all parameters together, in its clock.
+_OF_ALL = re.compile(r"(?:^|/)clock/(?:log/\d+|whole|key)$")
 
 
 class _Source(NamedTuple):
@@ -111,7 +114,11 @@ def resize_rows(
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
     ]
     resized_state = [
-        x if is_slices(x) else _resized(n, before[n], x, sources.get(owners[n]), problems)
+        x
+        if is_slices(x)
+        else _as(before[n], x)  # a log of taller tables may have more columns, needlessly
+        if _OF_ALL.search(n)
+        else _resized(n, before[n], x, sources.get(owners[n]), problems)
         for n, x in begin.items()
     ]
     if problems:
@@ -344,8 +351,7 @@ def _owners(state: Iterable[str], params: Mapping[str, Any], tree: Any) -> dict[
     bare = next(iter(params)) if jax.tree_util.treedef_is_leaf(tree) else ""
     splits = {}
     for name in state:
-        has_rows = not re.search("(?:^|/)clock/(?:run|key)$", name)
-        parts = array_name(name).split("/") * has_rows
+        parts = name.split("/") * (_OF_ALL.search(name) is None)
         pairs = [("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts))]
         splits[name] = [pair for pair in pairs if bare or pair[1] in params]
     count = collections.Counter(start for pairs in splits.values() for start, _ in pairs)
@@ -386,7 +392,7 @@ def _resized(
         rows_first[goes_on] = np.moveaxis(np.asarray(old), axis, 0)[source.rows[goes_on]]
         return placed(array, new)
     else:
-        return old if _lies_as(old, new) else placed(old, new)
+        return _as(old, new)
     return new
 
 
@@ -394,11 +400,12 @@ def _dtype(x: Any) -> Any:
     return getattr(x, "dtype", None) or jnp.asarray(x).dtype
 
 
-def _lies_as(old: Any, new: Any) -> bool:
-    """True if an array is placed like the new one."""
-    if isinstance(old, jax.Array) and isinstance(new, jax.Array):
-        return old.sharding.is_equivalent_to(new.sharding, old.ndim)
-    return not isinstance(new, jax.Array)
+def _as(old: Any, new: Any) -> Any:
+    """An array, placed like the new one."""
+    both = isinstance(old, jax.Array) and isinstance(new, jax.Array)
+    if both and old.sharding.is_equivalent_to(new.sharding, old.ndim):
+        return old
+    return placed(old, new) if isinstance(new, jax.Array) else old
 
 
 def _with_clocks(

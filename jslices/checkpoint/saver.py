@@ -24,6 +24,14 @@ from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
 from jslices.extend import PyTree, steps_done
 
+#: Said of a state that an earlier version of jslices saved.
+OLD_CLOCK = (
+    ". Its clock is that of an earlier version of jslices, by whose rule its rows have to "
+    "catch up. There, type params, state = tx.flush(params, state), and save params and "
+    "slots = jslices.checkpoint.export_state(params, state); here, "
+    "jslices.checkpoint.import_state(tx, params, slots, count)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class SaverDef:
@@ -430,10 +438,14 @@ class Saver:
         chosen = trees.choose(names, self._var_list, "the variables hold")
         missing = sorted(saved for saved in chosen if saved not in archive.specs)
         if missing:
-            raise NotFoundError(
+            text = (
                 f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
                 f"it holds {trees.brief(archive.specs)}"
             )
+            is_old = any(
+                re.search(r"(?:^|/)clock/(?:run|snapshot)\b", x) for x in archive.specs
+            )
+            raise NotFoundError(text + OLD_CLOCK * is_old)
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:
             archive.narrow(rows, saved_as)

@@ -42,7 +42,7 @@ def proximal_adagrad(
     optimizer does in every step.
 
     Args:
-      learning_rate: a number, or (unless exact) a schedule of the step (from 0).
+      learning_rate: a number, or a schedule of the step (from 0).
       initial_accumulator_value: what ``s`` starts from, above 0.
       l1_regularization_strength: at least 0.
       l2_regularization_strength: at least 0.
@@ -53,7 +53,8 @@ def proximal_adagrad(
       numbers; 4 bytes more if exact.
 
     Raises:
-      ValueError: for a hyperparameter out of its range, and for exact with a schedule.
+      ValueError: for a hyperparameter out of its range; for exact with an
+        ``l2_regularization_strength`` and a rate that is no number.
 
     Cost: a step reads ``U * D`` elements of the parameter, and reads and writes as many of
     it and of ``s``; catching up the same once more.
@@ -72,10 +73,11 @@ def proximal_adagrad(
     """
     exact = untouched == "exact"
     l1, l2 = l1_regularization_strength, l2_regularization_strength
-    if exact and callable(learning_rate):
+    if exact and not isinstance(learning_rate, int | float) and l2 != 0:
         raise ValueError(
-            'proximal_adagrad(untouched="exact") takes a number as learning_rate, got a '
-            "schedule: the missed pulls have no closed form then"
+            'proximal_adagrad(untouched="exact") with l2_regularization_strength takes a '
+            "number as learning_rate, got a schedule or an array: the missed pulls have no "
+            "closed form then"
         )
 
     def update(step: rule.Step) -> rule.Kernel:
@@ -96,10 +98,10 @@ def proximal_adagrad(
         constant: Any = learning_rate
 
         def advance(missed: Missed, p: jax.Array, accum: jax.Array) -> Arrays:
-            size = constant / jnp.sqrt(accum)
             if l2 == 0:
-                longer = -missed.steps * size * l1
+                longer = -missed.rates / jnp.sqrt(accum) * l1
             else:
+                size = constant / jnp.sqrt(accum)
                 shrink = jnp.expm1(-missed.steps * jnp.log1p(l2 * size))
                 longer = shrink * (jnp.abs(p) + l1 / l2)
             return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), accum
