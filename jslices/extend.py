@@ -65,8 +65,12 @@ from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
+# Short logs of steps, and columns of a longer one that a host keeps.
+from jslices.optim.engine.clock import short_logs as short_logs
+
 # The last steps of rows, from the clock of an exact optimizer.
 from jslices.optim.engine.clock import steps_done as steps_done
+from jslices.optim.engine.clock import with_columns as with_columns
 
 # The state of some rows of a table, for what goes by row numbers.
 from jslices.optim.engine.protocol import StateOfRows as StateOfRows

@@ -375,7 +375,7 @@ def test_catch_up_makes_up_all_missed_steps():
 
 
 def test_a_step_by_another_optimizer_than_the_exact_table_s_is_said():
-    """Missed steps take the rate of the table's own."""
+    """It cannot tell that rows have caught up, by the table's own."""
     table = js.HostTable((V, D), js.adam(0.1, untouched="exact"))
     tx = js.adam(0.2, untouched="exact")
     with pytest.warns(UserWarning, match="HostTable catch up by its tx.*the same one"):
@@ -839,3 +839,53 @@ def test_misuse_says_what_to_type_and_changes_nothing():
     table.close()
     with pytest.raises(js.FailedPreconditionError, match=r"HostTable\(.* is closed"):
         table.fetch([1])
+
+
+GAPS = {
+    "adamw": (js.adamw, optax.adamw, {"weight_decay": 0.1}),
+    "sgd": (js.sgd, optax.sgd, {"momentum": 0.9}),
+    "lion": (js.lion, optax.lion, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize(
+    "name, in_file",
+    slow_unless(itertools.product(GAPS, (False, True)), ("adamw", True).__eq__),
+)
+def test_rows_that_wait_longer_than_a_device_s_log(name, in_file, tmp_path):
+    """The host keeps the log of all steps; and the rate is an argument of each."""
+    ours, theirs, options = GAPS[name]
+    make = lambda rate: ours(rate, untouched="exact", **options)  # noqa: E731
+    path, steps, height = tmp_path / "table" if in_file else None, 900, 16
+    rates = np.where(np.arange(steps) < 300, 1e-2, 1e-3).astype(np.float32)
+    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(steps)]
+
+    @jax.jit
+    def step(rows, places, rate):
+        table, state = rows.unpack()
+        grads = js.grad(lambda table: (table[places] ** 2).sum())(table)
+        return rows.pack(*make(rate).apply(grads, state, table))
+
+    table = js.HostTable((height, D), make(1e-2), path, init=1.0, size=4)
+    with pytest.warns(UserWarning, match="HostTable catch up by its tx"):
+        for k, (ids, rate) in enumerate(zip(batches, rates, strict=True)):
+            if in_file and k == 700:
+                table.close()
+                table = js.HostTable((height, D), make(1e-2), path, init=1.0, size=4)
+            rows, places = table.fetch(ids)
+            table.store(step(rows, places, rate))
+    assert table.fetch([1])[0].shared[-1].size < 16 * 1024
+    found = table.read(np.arange(height))
+    table.close()
+
+    def body(carry, now):
+        (params, state), (ids, rate) = carry, now
+        grads = jax.grad(lambda p: (p[ids] ** 2).sum())(params)
+        updates, state = theirs(rate, **options).update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = jnp.ones((height, D))
+    begin = start, theirs(1e-2, **options).init(start)
+    batches = jnp.array(batches), jnp.asarray(rates)
+    (wanted, _), _ = jax.jit(lambda c: jax.lax.scan(body, c, batches))(begin)
+    np.testing.assert_allclose(found, wanted, rtol=2e-4 if name == "lion" else 2e-5)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jslices as js
-from jslices.optim.engine import missed
+from jslices.optim.engine import clock
 from jslices.optim.engine.quadrature import panel_ends
 
 V, D, K = 40, 3, 4
@@ -163,7 +163,7 @@ def test_plateaus_halve_the_rate():
 
 @pytest.fixture
 def short_log(monkeypatch):
-    monkeypatch.setattr(missed, "SHORTEST_LOG", 64)
+    monkeypatch.setattr(clock, "SHORTEST_LOG", 64)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jslices import GradientTransformation, InvalidArgumentError
-from jslices.extend import State, StateOfRows
+from jslices.extend import State, StateOfRows, short_logs
 
 
 class Field(NamedTuple):
@@ -26,6 +27,28 @@ class Field(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Log(NamedTuple):
+    """A log of steps among the shared values, of rows that catch up."""
+
+    number: int  #: of it, among these.
+    steps: int  #: of the count of its steps, among these.
+    last: int  #: of the field that is the last step of a row.
+
+    def columns(self, shared: Sequence[np.ndarray]) -> tuple[int, np.ndarray]:
+        """The first step that it knows, and the columns ``[n, lines]`` from there on."""
+        log, count = np.asarray(shared[self.number]), int(shared[self.steps])
+        first = max(0, count - log.shape[1] + 1)
+        return first, log[:, np.arange(first, count + 1) % log.shape[1]].T
+
+    def shortened(self, shared: Sequence[np.ndarray], length: int) -> np.ndarray:
+        """The same log with the last columns only."""
+        first, columns = self.columns(shared)
+        log = np.zeros((columns.shape[1], length), columns.dtype)
+        steps = np.arange(first, first + len(columns))[-length:]
+        log[:, steps % length] = columns[-length:].T
+        return log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +83,23 @@ class Layout:
     def words(self) -> int:
         """Words in a record: those of the fields, and one that is 1 once it is written."""
         return sum(self._widths) + 1
+
+    @functools.cached_property
+    def logs(self) -> tuple[Log, ...]:
+        rows, shared = ([x.name for x in fields] for fields in (self.fields, self.shared))
+        logs = []
+        for number, field in enumerate(self.shared):
+            state, is_log, _ = f"/{field.name}".partition("/clock/log/")
+            if is_log and field.nbytes:
+                names = f"{state}/count"[1:], f"{state}/clock/last"[1:]
+                logs.append(Log(number, shared.index(names[0]), rows.index(names[1])))
+        return tuple(logs)
+
+    def column(self, words: np.ndarray, number: int) -> np.ndarray:
+        """A field of records ``[n, words]`` in the memory of the host."""
+        start, field = sum(self._widths[:number]), self.fields[number]
+        column = np.ascontiguousarray(words[:, start : start + self._widths[number]])
+        return column.view(field.dtype).reshape(-1, *field.shape)
 
     @property
     def _widths(self) -> list[int]:
@@ -174,7 +214,8 @@ def _refuse_hidden_row_numbers(tx: GradientTransformation, table: Any) -> None:
 def _state(tx: GradientTransformation, shape: Sequence[int], dtype: DTypeLike) -> Any:
     """Paths and abstract values of the state of a table, and its structure."""
     try:
-        state = jax.eval_shape(tx.of_rows().init, jax.ShapeDtypeStruct(shape, dtype))
+        with short_logs():
+            state = jax.eval_shape(tx.of_rows().init, jax.ShapeDtypeStruct(shape, dtype))
     except ValueError as error:
         raise InvalidArgumentError(
             f"HostTable asks tx.init for the state of tables of several sizes, and for one "

@@ -5,6 +5,8 @@
                   1 if ``init`` was given, and a mark, the file's ``id`` and ``in_progress``
     entries       whole pages, of a map of ids: who owns each row, ``[V, width]``
     records       ``[V, words]``; those of rows that never began are zero
+    logs          from a whole page on: for each log of steps among the shared values, which
+                  has the last ones, the columns of all, ``[LOG_STEPS, lines]``
 
 ``done`` counts the writes that are in the records, and ``in_progress`` is one more during a
 write. ``id`` is a new one whenever the file is made or opened: 8 random bytes, which tell
@@ -42,6 +44,8 @@ _MAGIC = b"jslices host table 2\n"
 #: The end of the state: ``id`` and ``in_progress``.
 _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
+#: Steps that a log knows. Those to come are a hole in the file, or memory that is not used.
+LOG_STEPS = 1 << 22
 #: Entries for which room is made at a time.
 _BLOCK = 256
 
@@ -119,6 +123,9 @@ class Records:
         #: The records; those that were never written are zero.
         self.array = np.zeros((num_rows, layout.words), layout.word)
         self.entries = np.zeros((num_rows, layout.width), np.uint32)  #: in a map of ids.
+        #: For each log among the shared values its columns ``[steps, lines]`` of all steps.
+        self.logs = [np.zeros(*x) for x in _logs(layout)]
+        self.in_logs = layout.logs
         self.shared = [x.copy() for x in shared]  #: the values that all rows share.
         self.done = np.zeros((), np.int64)  #: the number of the last write.
         self.has_init = np.zeros((), bool)  #: True if rows began by another value than 0.
@@ -147,7 +154,27 @@ class Records:
             words = np.ascontiguousarray(words)
             array.view(record)[part.rows, 0] = words.view(record)[:, 0]
         self.set_shared(part.shared)
+        for log, mine in zip(self.logs, self.in_logs, strict=True):
+            self.put_columns(log, *mine.columns(part.shared[1:]))
         self.done[...] = part.number
+
+    def put_columns(self, log: np.ndarray, first: int, columns: np.ndarray) -> None:
+        """Write columns of a log that follow one another; the oldest make room."""
+        start = first % len(log)
+        here = min(len(columns), len(log) - start)
+        for at, some in ((start, columns[:here]), (0, columns[here:])):
+            if len(some):
+                self.put(log, at, np.ascontiguousarray(some))
+
+    def columns_of(self, layout: Layout, words: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What records missed ``[n, lines]``, of each log; NaN where it has forgotten."""
+        found = []
+        for log, mine in zip(self.logs, self.in_logs, strict=True):
+            last, count = layout.column(words, mine.last), int(self.shared[1 + mine.steps])
+            columns = log[last % len(log)]
+            columns[(last >= 0) & (count - last >= len(log))] = np.nan
+            found.append(columns)
+        return tuple(found)
 
     def set_shared(self, shared: Sequence[np.ndarray]) -> None:
         for old, new in zip(self.shared, shared, strict=True):
@@ -171,6 +198,10 @@ def copy_records(source: Records, target: Records, rows: np.ndarray | None = Non
             for run in _runs(np.flatnonzero(began), gap):
                 target.put(new, part.start + run.start, words[run])
     target.set_shared(source.shared)
+    for mine, old, new in zip(source.in_logs, source.logs, target.logs, strict=True):
+        known = min(int(source.shared[1 + mine.steps]) + 1, len(old))
+        for block in row_blocks((known, *old.shape[1:]), old.itemsize):
+            target.put(new, block.start, old[block])
     target.has_init |= source.has_init
 
 
@@ -192,10 +223,20 @@ class Offsets(NamedTuple):
     record: int  #: the size of one
     rows: int  #: V
     shared: int  #: the size of the values that all rows share
+    logs: tuple[int, ...]  #: the sizes of columns of logs
 
     @property
     def size(self) -> int:
-        return self.first + self.rows * self.record
+        return self.log(len(self.logs))
+
+    def log(self, number: int) -> int:
+        """The log of this number; they follow the records."""
+        end = self.first + self.rows * self.record
+        return (
+            end
+            if not self.logs
+            else _whole_pages(end) + LOG_STEPS * sum(self.logs[:number])
+        )
 
 
 def offsets_in(head: bytes) -> Offsets:
@@ -211,7 +252,13 @@ def offsets_in(head: bytes) -> Offsets:
     entries = _whole_pages(state + size + 1 + _MARK.size)
     entry = operator.index(about.get("entry", 0))
     first, shared = _whole_pages(entries + rows * entry), size - _DONE.itemsize
-    return Offsets(state, entries - _MARK.size, entries, entry, first, record, rows, shared)
+    logs = tuple(
+        np.dtype(dtype).itemsize * operator.index(shape[0])
+        for name, dtype, shape in about["shared"]
+        if "/clock/log/" in f"/{name}" and shape[0]
+    )
+    held = state, entries - _MARK.size, entries, entry, first, record, rows, shared
+    return Offsets(*held, logs)
 
 
 def offsets_of(file: File) -> Offsets | None:
@@ -238,6 +285,7 @@ class FileForm:
         self.head = _description(layout, num_rows, size)
         self.at = offsets_in(self.head)
         self.words, self.word, self.tx = layout.words, layout.word, layout.tx
+        self.in_logs, self.logs = layout.logs, _logs(layout)
         call = re.sub(" at 0x[0-9a-f]+", "", self.tx.call or "").encode()
         self.optimizer = hashlib.blake2b(call, digest_size=8).digest() if call else bytes(8)
 
@@ -294,7 +342,7 @@ class FileRecords(Records):
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         with closed_on_error(self._file), files.naming(path):
             if writable and _is_in_memory(self._file):  # where reading takes room too
-                os.posix_fallocate(self._file.fileno(), 0, form.at.size)
+                os.posix_fallocate(self._file.fileno(), 0, form.at.log(0))
             self._map = mmap.mmap(self._file.fileno(), form.at.size, access=access)
         if hasattr(mmap, "MADV_RANDOM"):  # read one page, not those around it
             self._map.madvise(mmap.MADV_RANDOM)
@@ -303,6 +351,8 @@ class FileRecords(Records):
         (self.array,) = _arrays(self._map, form.at.first, [like])
         like = (form.at.rows, form.at.entry // 4), np.dtype(np.uint32)
         (self.entries,) = _arrays(self._map, form.at.entries, [like])
+        self.logs = _arrays(self._map, form.at.log(0), form.logs)
+        self.in_logs = form.in_logs
         self._reserved = np.zeros(-(-form.at.rows // _BLOCK), bool)  # blocks of entries
         at = form.at.mark - 1
         # ``in_progress`` is ``done``, or one more while a write goes on.
@@ -330,7 +380,10 @@ class FileRecords(Records):
         super().apply(part)
 
     def put(self, array: np.ndarray, start: int, words: np.ndarray) -> None:
-        first = self.form.at.first if array is self.array else self.form.at.entries
+        at = self.form.at
+        firsts = [at.first, at.entries, *map(at.log, range(len(self.logs)))]
+        arrays = [self.array, self.entries, *self.logs]
+        first = next(x for x, y in zip(firsts, arrays, strict=True) if y is array)
         self._file.write_at(first + start * array.strides[0], words)
 
     def flush(self) -> None:
@@ -493,6 +546,12 @@ def _parts(description: bytes) -> list[str]:
         arrays = [f"{x} {dtype}{d}" for x, dtype, d in about["fields"] + about["shared"]]
         return [f"{about['rows']} rows", *arrays, f"keyed={about.get('keyed')}"]
     return [text]
+
+
+def _logs(layout: Layout) -> list[tuple[Any, Any]]:
+    """Shapes and dtypes of the logs of all steps."""
+    fields = [layout.shared[log.number] for log in layout.logs]
+    return [((LOG_STEPS, x.shape[0]), x.dtype) for x in fields]
 
 
 def _arrays(

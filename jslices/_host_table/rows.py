@@ -12,7 +12,14 @@ from jslices import FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices._host_table.records import Part, Records
 from jslices.dynamic.host import Batch
-from jslices.extend import State, StateOfRows, key_bits, round_rows
+from jslices.extend import (
+    State,
+    StateOfRows,
+    key_bits,
+    round_rows,
+    short_logs,
+    with_columns,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +38,7 @@ class HostRows:
       num_rows: V.
       layout: the layout of a record.
       counts: int32 ``[U]``, how many ids named each row; 0 for an empty one.
+      columns: ``[U, lines]``, what rows missed, for each log of steps of the optimizer.
     """
 
     words: Any  # like the other arrays of NumPy until they are put on a device
@@ -40,6 +48,7 @@ class HostRows:
     num_rows: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
     counts: Any = None
+    columns: tuple[Any, ...] = ()
 
     def unpack(self) -> tuple[jax.Array, State]:
         """The rows and the optimizer's state of them, as arrays; for use under ``jit``.
@@ -51,6 +60,7 @@ class HostRows:
           numbers, as with :func:`jslices.optim.freeze_rows`, the state holds them as well.
         """
         table, state = self.layout.unpack(self.words, self.shared)
+        state = with_columns(state, self.columns) if self.columns else state
         if self.layout.tx.goes_by_row:
             state = StateOfRows(state, self.numbers, self.num_rows)
         if self.layout.tx.catches_up:
@@ -135,7 +145,8 @@ def initial_records(
     """Records of rows ``[n, *D]`` that begin, and the values that all rows share."""
     tx, narrow = layout.tx.of_rows(), lambda table: table.astype(layout.fields[0].dtype)
     records_of = functools.partial(layout.pack, start, narrow=narrow)
-    packed = records_of(tx.init(start))
+    with short_logs():
+        packed = records_of(tx.init(start))
     if shared is None:
         return packed  # they begin with the table; the others now, and have missed no step
     _, state = layout.unpack(packed[0], shared)

@@ -298,7 +298,7 @@ class HostTable(Journaled):
         if self._ids is not None:
             self._ids.keep(fetched.batch, fetched.steps + 1)
         if self._overlap:
-            for x in jax.tree.leaves(rows):
+            for x in jax.tree.leaves((rows.words, rows.shared)):
                 x.copy_to_host_async()
         return fetched._replace(records=self._records, words=rows)
 
@@ -393,9 +393,8 @@ class HostTable(Journaled):
     def catch_up(self) -> None:
         """Does the steps that rows of an exact optimizer have missed, in all rows.
 
-        Not needed for ``fetch``, ``read`` and ``save``; needed before the optimizer is
-        replaced by one with another learning rate. Cost: reads and writes all records that
-        were ever written.
+        Not needed for ``fetch``, ``read`` and ``save``; needed before another optimizer
+        opens the file. Cost: reads and writes all records that were ever written.
         """
         if not self._layout.tx.catches_up:
             return
@@ -451,6 +450,9 @@ class HostTable(Journaled):
         words = np.empty((len(rows), self._layout.words), self._layout.word)
         packed = self._rows_of(words, rows).pack(array, state, key)
         shared = [np.asarray(x) for x in packed.shared]
+        known = [log.columns(shared) for log in self._layout.logs]
+        for log in self._layout.logs:
+            shared[log.number] = log.shortened(shared, old[log.number].shape[1])
         for field, x, y in zip(self._layout.shared, shared, old, strict=True):
             if self._records.done and (x != y).any():
                 raise InvalidArgumentError(
@@ -458,6 +460,8 @@ class HostTable(Journaled):
                     "all of its rows: write these to a new HostTable"
                 )
         self._fetched = None
+        for array, columns in zip(self._records.logs, known, strict=True):
+            self._records.put_columns(array, *columns)
         self._write(distinct, np.asarray(packed.words)[order], [steps, *shared])
 
     @one_at_a_time
@@ -617,7 +621,8 @@ class HostTable(Journaled):
         of_records = np.zeros(len(words), np.uint32 if height <= 2**32 else np.uint64)
         of_records[: len(numbers)] = numbers
         held = words, shared, np.int32(ticket), of_records
-        return HostRows(*held, height, self._layout)
+        columns = self._records.columns_of(self._layout, words)
+        return HostRows(*held, height, self._layout, columns=columns)
 
     # --- the file ---------------------------------------------------------------------
 

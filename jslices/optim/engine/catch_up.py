@@ -47,7 +47,7 @@ STALE = (
     "traced, and before it no row catches up by this tx: a row that misses a step becomes "
     "NaN in the next that reads it. Type jax.jit(js.train_step(loss, tx)), or, before the "
     "gradient is taken, params, state = tx.catch_up(params, state, ids). Rows of a "
-    "HostTable catch up by its tx, at that rate: step with the same one"
+    "HostTable catch up by its tx: step with the same one"
 )
 
 
@@ -352,11 +352,15 @@ class Waited(NamedTuple):
 
 
 def waited_of(
-    steps: MissedSteps, count: jax.Array, log: jax.Array, last: jax.Array
+    steps: MissedSteps,
+    count: jax.Array,
+    log: jax.Array,
+    last: jax.Array,
+    columns: Sequence[jax.Array] = (),
 ) -> Waited:
     done = last_done(last, count)
-    late = done < count
-    return Waited(last, done, late, late & (done == last), *steps.missed(log, count, done))
+    late, missed = done < count, steps.missed(log, count, done, columns)
+    return Waited(last, done, late, late & (done == last), *missed)
 
 
 def advanced(
@@ -407,24 +411,27 @@ def small_caught_up(
     log: jax.Array,
     arrays: Sequence[Sequence[jax.Array]],
     whole: Sequence[jax.Array],
+    own: jax.Array | None = None,
 ) -> list[Arrays]:
     """Small arrays ``[p, *state]``, after the missed steps of all rows, if there are any.
 
-    ``arrays`` are ``[p, *state, last]``, and ``whole`` their last steps as a whole. As
-    there are none in arrays that each step moves as a whole, one branch is for all of them,
-    and their numbers are one vector's: XLA compiles these as slowly as the rest.
+    ``arrays`` are ``[p, *state, last]``, ``whole`` their last steps as a whole. There are
+    none in arrays that each step moves as a whole, so one branch is for all of them, and
+    their numbers are one vector's: XLA compiles these as slowly as the rest. ``own`` are
+    the columns ``[V, lines]`` of the rows of a single array that bring them along.
     """
     lasts = [last_steps(x[-1], n, count) for x, n in zip(arrays, whole, strict=True)]
     last = jnp.concatenate([x.reshape(-1) for x in lasts])
 
     def every_row(arrays: Sequence[Sequence[jax.Array]]) -> list[Arrays]:
-        waited, at = waited_of(steps, count, log, last), 0
+        columns = () if own is None else tuple(own.T)
+        waited, at = waited_of(steps, count, log, last, columns), 0
         new: list[Arrays] = []
         for (p, *state), mine in zip(arrays, lasts, strict=True):
             rows = slice(at, at + mine.size)
             part = lambda x: x[rows].reshape(mine.shape) if np.shape(x) == last.shape else x  # noqa: B023, E731
-            own = jax.tree.map(part, waited)
-            move, *kept, _ = advanced(steps, count, None, own, p, *state)
+            numbers = jax.tree.map(part, waited)
+            move, *kept, _ = advanced(steps, count, None, numbers, p, *state)
             new.append(((p + move).astype(p.dtype), *kept))
             at += mine.size
         return new

@@ -1,8 +1,10 @@
 """The clock of an optimizer whose rows catch up: the last step of each row, and the log."""
 
+import contextlib
+import contextvars
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,13 @@ from jslices._slices import IndexedSlices, each_shard, is_slices
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.rule import row_like
+
+#: A log has at least so many columns; of taller tables one for each so many rows, so that
+#: a step brings that many other rows up to date.
+SHORTEST_LOG, ROWS_PER_COLUMN = 1 << 14, 1024
+
+#: Whether logs are as short as a step needs them: a host keeps what it takes from them.
+_SHORT = contextvars.ContextVar("short_logs", default=False)
 
 #: Steps of rows that do not move are kept modulo this, in integers below zero.
 _CYCLE = 1 << 30
@@ -36,6 +45,7 @@ class Clock(NamedTuple):
     whole: jax.Array  #: int32, one a parameter: its last step as a whole, or -1.
     log: tuple[jax.Array, ...]  #: ``[lines, L]``, of each rule: see :class:`MissedSteps`.
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
+    own: Any = None  #: of rows from elsewhere, their columns ``[U, lines]``, for each log.
 
 
 def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
@@ -45,10 +55,31 @@ def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
     last = [row_like(p, 0, jnp.int32) for p in leaves]
     sizes = (x.size for x in last if not is_symbolic(x.size))
     num_rows = max(sizes, default=0)
-    logs = tuple(steps.opened(num_rows, widest) for steps in missed)
+    columns = max(SHORTEST_LOG, num_rows // ROWS_PER_COLUMN) * (not _SHORT.get())
+    logs = tuple(steps.opened(columns, widest) for steps in missed)
     noise = missed[0].noise if missed else None
     key = None if noise is None else jnp.array(noise[1])
     return Clock(tree.unflatten(last), jnp.full(len(leaves), -1, jnp.int32), logs, key)
+
+
+@contextlib.contextmanager
+def short_logs() -> Iterator[None]:
+    """Clocks that are made in this context have short logs."""
+    token = _SHORT.set(True)
+    try:
+        yield
+    finally:
+        _SHORT.reset(token)
+
+
+def with_columns(state: State, columns: Sequence[jax.Array]) -> State:
+    """The state of rows that bring their columns along, ``[U, lines]`` for each log."""
+    left = iter(columns)
+
+    def with_own(clock: Clock, count: jax.Array) -> Clock:
+        return clock._replace(own=tuple(next(left) if x.size else None for x in clock.log))
+
+    return map_clocks(with_own, state)
 
 
 def float_like(p: Any) -> np.dtype:

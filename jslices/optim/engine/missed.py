@@ -37,9 +37,6 @@ from jslices.optim.engine.rule import next_count, per_row, value_at, weight_seen
 NEGLIGIBLE = 2**-7
 #: Logarithm of a factor that is zero: nothing is left of a row, in float64 either.
 LOG_ZERO = -1e4
-#: A log has at least so many columns; of taller tables one for each so many rows, so that
-#: a step brings that many other rows up to date.
-SHORTEST_LOG, ROWS_PER_COLUMN = 1 << 14, 1024
 #: The window has at most so many steps, each of which every step brings up to date.
 LONGEST_WINDOW = 1 << 18
 
@@ -136,6 +133,7 @@ class MissedSteps:
             # What rows get of these two: the same, or the nodes of each panel.
             "nodes": sums * (1 + averages) * (self.panels is not None),
             "decay": 3 * self.decays,  # the logarithm, in two numbers, and the sign
+            "end": 3 * self.decays * bool(sums),  # the same, at the end of the window
             "rates": 2 * self.keeps_rates,
             "pull": self.decays and averages,
         }
@@ -150,15 +148,17 @@ class MissedSteps:
         """The number of steps back whose columns are not finished."""
         return max((_steps_to_vanish(x.ratio, dtype) for x in self.series), default=0)
 
-    def opened(self, num_rows: int, dtype: np.dtype) -> jax.Array:
-        """The log ``[lines, L]`` before the first step, for tables of so many rows."""
+    def opened(self, columns: int, dtype: np.dtype) -> jax.Array:
+        """The log ``[lines, L]`` before the first step, of so many columns at least."""
         lines = self._lines
         if not lines["pull"].stop:
             return jnp.zeros((0, 1), dtype)
-        columns = max(SHORTEST_LOG, num_rows // ROWS_PER_COLUMN, 2 * self.window(dtype))
+        columns = max(columns, 2 * self.window(dtype), 2)
         log = jnp.zeros((lines["pull"].stop, 1 << (columns - 1).bit_length()), dtype)
-        log = log.at[lines["decay"].stop - 1].set(1) if self.decays else log  # the sign
-        return log.at[lines["pull"]].set(1)
+        signs = range(lines["decay"].start + 2, lines["end"].stop, 3)
+        return log.at[
+            np.array([*signs, *range(*lines["pull"].indices(len(log)))], int)
+        ].set(1)
 
     @functools.cached_property
     def logged(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -193,7 +193,11 @@ class MissedSteps:
                 sums = jnp.concatenate([sums, faded])
             if self.panels is not None:
                 sums = jnp.concatenate([sums, self._nodes(sums)])
-            old = jnp.concatenate([sums, old[len(sums) :]])
+            ends = jnp.broadcast_to(opened[lines["decay"], None], old[lines["end"]].shape)
+            at_end = lines["end"].start, lines["end"].stop
+            old = jnp.concatenate(
+                [sums, old[len(sums) : at_end[0]], ends, old[at_end[1] :]]
+            )
             columns = jnp.concatenate([opened[:, None], old], axis=1)
         else:
             at, columns = at[:1], opened[:, None]
@@ -212,7 +216,7 @@ class MissedSteps:
                 jnp.where(decay > 1, jnp.log(jnp.where(usual, 2, decay) - 1), LOG_ZERO),
             )
             sign = jnp.where(decay > 1, -sign, sign)
-            parts.append(jnp.stack([*_added(high, low, growth), sign]))
+            parts += [jnp.stack([*_added(high, low, growth), sign])] * (1 + bool(sums))
         if self.keeps_rates:
             high, low = column[lines["rates"]]
             parts.append(jnp.stack(_added(high, low, rate)))
@@ -232,30 +236,38 @@ class MissedSteps:
     # --- rows -----------------------------------------------------------------------------
 
     def missed(
-        self, log: jax.Array, count: jax.Array, last: jax.Array
+        self,
+        log: jax.Array,
+        count: jax.Array,
+        last: jax.Array,
+        columns: Sequence[jax.Array] = (),
     ) -> tuple[Missed, Missed, tuple[Any, Any]]:
         """The missed steps of rows since the ``last`` one ``[n]`` of each, and of averages.
 
         And the pull of the average, then and now. A row that missed more steps than the log
-        has columns gets NaN.
+        has columns needs one of its own, ``columns`` ``[n]`` of each line, or gets NaN.
         """
         lines, dtype, steps = self._lines, log.dtype, count - last
+        known = steps < log.shape[1]
         column = self._column(log, last)
+        if columns:
+            pairs = zip(column, columns, strict=True)
+            column = [jnp.where(known, mine, own) for mine, own in pairs]
         decay, rates = self._since(log, count, column)
-        later = jnp.maximum(steps - self.window(dtype), 0)  # than the window
         of_row, of_average = self._told(column)
         if self.decays and self.series:
-            left, _ = self._since(log, count, self._column(log, count - later))
+            left, _ = self._since(log, count, column, "end")
             of_row = self._scaled(of_row, 1 + left)
         without_first = Partial(self._without_first, log, count, last)
-        if log.size:  # one number is enough to make a move NaN
-            unknown = jnp.where(steps < log.shape[1], 0, jnp.asarray(jnp.nan, dtype))
+        if log.size and not columns:  # one number is enough to make a move NaN
+            unknown = jnp.where(known, 0, jnp.asarray(jnp.nan, dtype))
             decay, rates = decay + unknown, rates + unknown
             of_row = tuple(x + unknown for x in of_row[:1]) + of_row[1:]
         own = Missed(steps, of_row, decay, rates, without_first)
         if self.average is None:
             return own, own, (1.0, 1.0)
         fades = jnp.asarray(math.log(self.average), dtype)
+        later = jnp.maximum(steps - self.window(dtype), 0)  # than the window
         of_average = self._scaled(of_average, jnp.exp(fades * later))
         averaged = own._replace(sums=of_average, decay=jnp.expm1(fades * steps))
         if not self.decays:
@@ -278,16 +290,23 @@ class MissedSteps:
         return [x.at[at].get(mode="promise_in_bounds") for x in log]
 
     def _since(
-        self, log: jax.Array, count: jax.Array, column: Sequence[jax.Array]
+        self,
+        log: jax.Array,
+        count: jax.Array,
+        column: Sequence[jax.Array],
+        start: str = "decay",
     ) -> tuple[Any, Any]:
-        """What decay has added since a column was opened, and the sum of the rates."""
+        """What decay has added since a column was opened, and the sum of the rates.
+
+        Or what it has added since the ``"end"`` of the column's window.
+        """
         lines = self._lines
         decay = rates = jnp.zeros_like(column[0]) if column else jnp.zeros((), log.dtype)
         if not (self.decays or self.keeps_rates):
             return decay, rates
         now = _at(log, count)
         if self.decays:
-            *before, sign = column[lines["decay"]]
+            *before, sign = column[lines[start]]
             *log_now, sign_now = now[lines["decay"]]
             log_left = _apart(log_now, before)
             decay = jnp.expm1(log_left)

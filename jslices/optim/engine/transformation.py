@@ -93,6 +93,7 @@ class _OfClock(NamedTuple):
     log: jax.Array  #: of its rule.
     whole: Any  #: its last step as a whole.
     number: int  #: of the parameter, among those that the state is of.
+    own: Any  #: the columns of its rows, if they bring them along.
 
 
 class _Array(NamedTuple):
@@ -291,7 +292,7 @@ class _RuleOnTrees:
 
     def _missed(self, state: State, each: "_Array") -> Partial:
         """What rows of an array do that are behind."""
-        log, whole, _ = each.clock
+        log, whole, *_ = each.clock
         shared = state.count, log, state.clock.key, whole
         return exact.missed_steps(self.arithmetic(each.rule.missed), *shared)
 
@@ -318,7 +319,8 @@ class _RuleOnTrees:
         together: dict[Any, list[int]] = {}
         for i, (each, rows) in enumerate(zip(arrays, behind, strict=True)):
             missed: Any = each.rule.missed
-            if rows is True and exact.is_small(missed, leaves[i]):
+            brings = rows is True and each.clock.own is not None
+            if brings or (rows is True and exact.is_small(missed, leaves[i])):
                 together.setdefault(missed, []).append(i)
             elif rows is not False:
                 rows = self._with_rows_in_turn(each, rows, state.count)
@@ -326,14 +328,15 @@ class _RuleOnTrees:
                 kernel = self._missed(state, each)
                 new[i] = exact.caught_up(kernel, rows, each.read, each.kept, *clock)
         for missed, members in together.items():
-            log, *_ = arrays[members[0]].clock
+            log, _, _, own = arrays[members[0]].clock
             small = [[*arrays[i].read, *arrays[i].kept] for i in members]
             whole = [arrays[i].clock.whole for i in members]
-            done = exact.small_caught_up(missed, state.count, log, small, whole)
+            done = exact.small_caught_up(missed, state.count, log, small, whole, own)
             for i, mine in zip(members, done, strict=True):
                 new[i] = *mine, arrays[i].kept[-1]
         as_whole = [arrays[i].clock.number for i in itertools.chain(*together.values())]
-        clock = state.clock._replace(whole=_set(state.clock.whole, as_whole, state.count))
+        steps = _set(state.clock.whole, as_whole, state.count)
+        clock = state.clock._replace(whole=steps, own=None)
         state = state._replace(clock=clock)
         pairs = zip(leaves, new, strict=True)
         params = tree.unflatten([p if mine is None else mine[0] for p, mine in pairs])
@@ -432,14 +435,17 @@ class _RuleOnTrees:
             kept = [list(x) for x in zip(*columns, strict=True)] or [[]] * len(leaves)
             rows = zip(paths, rules, leaves, kept, strict=True)
             return [_Array(path, rule, (p,), mine, None) for path, rule, p, mine in rows]
-        logs = dict(zip(self._missed_of_rules, state.clock.log, strict=True))
+        own = state.clock.own or [None] * len(state.clock.log)
+        logs = zip(state.clock.log, own, strict=True)
+        log_of = dict(zip(self._missed_of_rules, logs, strict=True))
         arrays, clocks = [], self._clocks(state, tree)
         for path, rule, p, *mine, (last, whole, number) in zip(
             paths, rules, leaves, *columns, clocks, strict=True
         ):
             has_noise = rule.missed.noise is not None and p is not None
             names = [exact.row_names(path, last, p)] if has_noise else []
-            of_clock = _OfClock(logs[rule.missed], whole, number)
+            log, columns = log_of[rule.missed]
+            of_clock = _OfClock(log, whole, number, columns)
             arrays.append(_Array(path, rule, (p, *names), [*mine, last], of_clock))
         return arrays
 
