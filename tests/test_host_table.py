@@ -888,4 +888,6 @@ def test_rows_that_wait_longer_than_a_device_s_log(name, in_file, tmp_path):
     begin = start, theirs(1e-2, **options).init(start)
     batches = jnp.array(batches), jnp.asarray(rates)
     (wanted, _), _ = jax.jit(lambda c: jax.lax.scan(body, c, batches))(begin)
-    np.testing.assert_allclose(found, wanted, rtol=2e-4 if name == "lion" else 2e-5)
+    # Lion's signs turn on rounding where a row is nearly zero.
+    atol = 3e-3 if name == "lion" else 0
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=atol)
