@@ -150,7 +150,7 @@ def test_no_exact_optimizer_copies_a_table_on_a_tpu(name, more):
     needs_device("v5e")
     tx = getattr(js, name)(0.1, untouched="exact", **more)
     cost = row_cost("v5e", tx, (64,))
-    assert cost.copies == 0 and cost.temp_bytes < 8e6
+    assert cost.copies == 0 and cost.temp_bytes < 12e6
     dense = dense_cost("v5e", "adam", (64,), jnp.float32)
     assert cost.accessed_bytes <= dense.accessed_bytes / 12
     assert cost.xla_accessed_bytes <= dense.xla_accessed_bytes * 0.43
@@ -161,12 +161,12 @@ def test_no_exact_optimizer_copies_a_table_on_a_tpu(name, more):
     slow_unless([("v5e", 64), ("v5e", 128), ("h100", 128)], [("v5e", 128)].__contains__),
 )
 def test_an_exact_step_reads_and_writes_its_state_once(device, dim):
-    """On a TPU its rows as well."""
+    """On a TPU its rows as well, and there XLA fetches the last steps of all rows."""
     lazy, exact = (
         row_cost(device, js.adam(0.1, untouched=untouched), (dim,), layer=True)
         for untouched in ("lazy", "exact")
     )
-    most = 1.3 if device == "v5e" else 1.42
+    most = 2.0 if device == "v5e" else 1.42
     assert exact.accessed_bytes <= most * lazy.accessed_bytes
     assert exact.copies == lazy.copies == 0
 
@@ -182,7 +182,7 @@ def test_no_exact_step_of_short_rows_copies_a_table_on_a_tpu(device, dim, ids):
     """Were rows written when they catch up, and then stepped, XLA would copy the table."""
     cost = row_cost(device, js.adam(0.1, untouched="exact"), (dim,), ids=ids)
     dense = dense_cost(device, "adam", (dim,), jnp.float32, ids=ids)
-    assert cost.copies == 0 and cost.accessed_bytes <= dense.accessed_bytes / 8
+    assert cost.copies == 0 and cost.accessed_bytes <= dense.accessed_bytes / 7
     if device == "v5e":  # elsewhere tables that are gathered from count as read whole
         assert cost.seconds <= dense.seconds / 3
 
@@ -284,8 +284,8 @@ def test_kernels_of_adam_on_a_gpu():
     lazy, exact = row(js.adam(0.1)), row(js.adam(0.1, untouched="exact"))
     assert lazy.copies == 0 and count(lazy) <= 18
     assert lazy.temp_bytes <= 4.5 * K * 64 * 4
-    # The values of a gradient wait for what is returned, in a kernel of their own.
-    assert exact.copies == 0 and count(exact) <= 28
+    # Rows in turn, the log, and values of a gradient that wait for what is returned.
+    assert exact.copies == 0 and count(exact) <= 31
     assert exact.accessed_bytes <= 1.42 * lazy.accessed_bytes
 
 

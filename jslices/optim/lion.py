@@ -140,5 +140,12 @@ def _since_signs_stopped(
     moves = jnp.where(size > least, jnp.floor(moves) + 1, 0).astype(jnp.int32)
     moves = jnp.minimum(moves, missed.steps)
     nothing = lambda moves: (jnp.zeros(moves.shape, dtype),) * 2  # noqa: E731
-    stops = jnp.any(moves < missed.steps)
-    return lax.cond(stops, missed.without_first, nothing, moves)  # type: ignore[no-any-return]
+
+    def if_any(moves: jax.Array) -> Any:
+        stops = jnp.any(moves < missed.steps)
+        return lax.cond(stops, missed.without_first, nothing, moves)
+
+    # On a GPU it takes longer to wait for what has been computed than to compute.
+    each = lambda moves: missed.without_first(moves)  # noqa: E731
+    how = {"cuda": each, "rocm": each, "default": if_any}
+    return lax.platform_dependent(moves, **how)  # type: ignore[no-any-return]

@@ -177,17 +177,17 @@ def with_rows_in_turn(
         # may be over before.
         turns = -(-height // more)
         first = (count.astype(dtype) % (columns - 1) - (columns - 1 - turns)) * more
-        # Padded and selected: what is concatenated is a kernel of its own on a GPU.
-        place = jnp.arange(entries + more, dtype=dtype)
-        is_more, turn = place >= entries, first + (place - entries)
-        near = jnp.where(is_more & (turn >= 0) & (turn < height), turn, 0)
+        turn = first + jnp.arange(more, dtype=dtype)
+        near = jnp.clip(turn, 0, height - 1)
         marks = access.take_rows(last, near, mode="promise_in_bounds", row_axes=axes)
-        waits = jnp.all(marks.reshape(entries + more, -1) < 0, axis=1) | (near != turn)
-        padded = jnp.pad(rows.indices.astype(dtype), (0, more))
+        waits = jnp.all(marks.reshape(more, -1) < 0, axis=1) | (near != turn)
+        turn = jnp.where(waits, height, turn)
+        # Padded and added: what is concatenated is a kernel of its own on a GPU.
         row = [(0, 0)] * (rows.values.ndim - 1)
+        both = jnp.pad(rows.indices.astype(dtype), (0, more)), jnp.pad(turn, (entries, 0))
         return rows.of(
             jnp.pad(rows.values, ((0, more), *row)),
-            jnp.where(is_more, jnp.where(waits, height, turn), padded),
+            both[0] + both[1],
             rows.dense_shape,
             rows.facts._replace(distinct=False, named=None),
         )

@@ -153,7 +153,7 @@ class MissedSteps:
         lines = self._lines
         if not lines["pull"].stop:
             return jnp.zeros((0, 1), dtype)
-        columns = max(columns, 2 * self.window(dtype), 2)
+        columns = max(columns, 2 * self._block(dtype))
         log = jnp.zeros((lines["pull"].stop, 1 << (columns - 1).bit_length()), dtype)
         signs = range(lines["decay"].start + 2, lines["end"].stop, 3)
         return log.at[
@@ -172,11 +172,14 @@ class MissedSteps:
         if not log.size:
             return log
         dtype, step, lines = log.dtype, next_count(count), self._lines
-        width = self.window(dtype)
-        at = (step - np.arange(max(width, 1) + 1, dtype=np.int32)) & (log.shape[1] - 1)
-        columns = log.at[:, at].get(mode="promise_in_bounds")
         rate, decay = self.rate(count, dtype), self.decay(count, dtype)
-        opened = self._run_on(columns[:, 1], rate, decay)
+        # The window is in two blocks, this step's and the one before, each a slice.
+        width, block = self.window(dtype), self._block(dtype)
+        ends = [(step - back & -block) & (log.shape[1] - 1) for back in (block, 0)]
+        old = jnp.concatenate([_slice(log, x, block) for x in ends], axis=1)
+        ages = block + (step & (block - 1)) - np.arange(2 * block, dtype=np.int32)
+        before = _at(log, step - 1)
+        opened, new = self._run_on(before, rate, decay), old
         if self.series:
             number = step.astype(dtype)
             weights = [
@@ -184,24 +187,29 @@ class MissedSteps:
                 * (rate if x.times_learning_rate else 1)
                 for x in self.series
             ]
-            terms = jnp.stack(weights * self._num_panels)[:, None] * self._powers(dtype)
-            old = columns[:, 1:]
-            sums = old[lines["sums"]] * (1 - decay if self.decays else 1) + terms
-            if self.average is not None:
-                share = columns[lines["pull"].start, 1] / (1 - decay) if self.decays else 1
-                faded = old[lines["average"]] * self.average + share * terms
-                sums = jnp.concatenate([sums, faded])
-            if self.panels is not None:
-                sums = jnp.concatenate([sums, self._nodes(sums)])
-            ends = jnp.broadcast_to(opened[lines["decay"], None], old[lines["end"]].shape)
-            at_end = lines["end"].start, lines["end"].stop
-            old = jnp.concatenate(
-                [sums, old[len(sums) : at_end[0]], ends, old[at_end[1] :]]
+            powers = _slice(
+                self._powers(dtype), block - 1 - (step & (block - 1)), 2 * block
             )
-            columns = jnp.concatenate([opened[:, None], old], axis=1)
-        else:
-            at, columns = at[:1], opened[:, None]
-        return log.at[:, at].set(columns, unique_indices=True, mode="promise_in_bounds")
+            terms = jnp.stack(weights * self._num_panels)[:, None] * powers
+            parts = [old[lines["sums"]] * (1 - decay if self.decays else 1) + terms]
+            if self.average is not None:
+                share = before[lines["pull"].start] / (1 - decay) if self.decays else 1
+                parts.append(old[lines["average"]] * self.average + share * terms)
+            if self.panels is not None:
+                parts.append(self._nodes(jnp.concatenate(parts)))
+            parts.append(old[lines["nodes"].stop : lines["end"].start])
+            end = opened[lines["decay"], None]
+            parts.append(jnp.broadcast_to(end, old[lines["end"]].shape))
+            new = jnp.concatenate([*parts, old[lines["end"].stop :]])
+        in_window = ((ages > 0) & (ages <= width))[None]
+        new = jnp.where(in_window, new, jnp.where((ages == 0)[None], opened[:, None], old))
+        for x, part in zip(ends, jnp.split(new, 2, axis=1), strict=True):
+            log = lax.dynamic_update_slice_in_dim(log, part, x, 1)
+        return log
+
+    def _block(self, dtype: np.dtype) -> int:
+        """A power of two of columns that a window fits in."""
+        return 1 << self.window(dtype).bit_length()
 
     def _run_on(self, column: jax.Array, rate: jax.Array, decay: jax.Array) -> jax.Array:
         """The column that a step opens, from that of the step before."""
@@ -226,11 +234,16 @@ class MissedSteps:
         return jnp.concatenate(parts)
 
     def _powers(self, dtype: np.dtype) -> np.ndarray:
-        """``[sums, W]``: what the ratios leave of a term, by its age; 0 in other panels."""
-        ages = np.arange(1, 1 + self.window(dtype))
-        powers = np.array([[float(x.ratio)] for x in self.series]) ** ages
+        """``[sums, 3 * block]``: what the ratios leave of a term, from the oldest one on.
+
+        0 in other panels than that of its age, and outside of the window.
+        """
+        width, block = self.window(dtype), self._block(dtype)
+        ages = 2 * block - 1 - np.arange(3 * block)
+        inside = np.clip(ages, 0, width)
+        powers = np.array([[float(x.ratio)] for x in self.series]) ** inside
         panel = np.searchsorted(self.panels or (), ages)
-        here = panel == np.arange(self._num_panels)[:, None, None]
+        here = (panel == np.arange(self._num_panels)[:, None, None]) & (ages == inside)
         return np.where(here, powers, 0).reshape(-1, ages.size).astype(dtype)
 
     # --- rows -----------------------------------------------------------------------------
@@ -336,10 +349,13 @@ class MissedSteps:
         return *(factor * x for x in sums[:weights]), *sums[weights:]
 
 
-def _at(log: jax.Array, count: jax.Array) -> jax.Array:
-    """The column ``[lines]`` of the last step."""
-    at = count & (log.shape[1] - 1)
-    return lax.dynamic_index_in_dim(log, at, axis=1, keepdims=False)  # type: ignore[no-any-return]
+def _at(log: jax.Array, step: jax.Array) -> jax.Array:
+    """The column ``[lines]`` of a step."""
+    return _slice(log, step & (log.shape[1] - 1), 1)[:, 0]
+
+
+def _slice(log: Any, start: jax.Array, columns: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(jnp.asarray(log), start, columns, axis=1)
 
 
 def _added(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
