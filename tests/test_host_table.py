@@ -891,3 +891,37 @@ def test_rows_that_wait_longer_than_a_device_s_log(name, in_file, tmp_path):
     # Lion's signs turn on rounding where a row is nearly zero.
     atol = 3e-3 if name == "lion" else 0
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=atol)
+
+
+def trained_at_once(tx, loss, batches, height):
+    """What a dense optimizer of Optax makes of a table of ones."""
+
+    def body(carry, ids):
+        params, state = carry
+        updates, state = tx.update(jax.grad(loss)(params, ids), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = jnp.ones((height, D))
+    run = jax.jit(lambda *carry: jax.lax.scan(body, carry, jnp.array(batches))[0])
+    return run(start, tx.init(start))[0]
+
+
+def trained_from_host(table, tx, loss, batches, grad=js.grad):
+    @jax.jit
+    def step(rows, places):
+        params, state = rows.unpack()
+        return rows.pack(*tx.apply(grad(loss)(params, places), state, params))
+
+    for ids in batches:
+        rows, places = table.fetch(ids)
+        table.store(step(rows, places))
+    return table.read(np.arange(table.shape[0]))
+
+
+def test_a_dense_gradient_steps_the_fetched_rows_alone():
+    tx, batches = js.adam(0.1, untouched="exact"), [[k % 3, 3 + k % 5] for k in range(12)]
+    loss = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
+    table = js.HostTable((V, D), tx, init=1.0, size=2)
+    found = trained_from_host(table, tx, loss, batches, jax.grad)
+    wanted = trained_at_once(optax.adam(0.1), loss, batches, V)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)

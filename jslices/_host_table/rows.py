@@ -15,7 +15,9 @@ from jslices.dynamic.host import Batch
 from jslices.extend import (
     State,
     StateOfRows,
+    by_row,
     key_bits,
+    map_clocks,
     round_rows,
     short_logs,
     with_columns,
@@ -104,6 +106,8 @@ class HostRows:
 
         if isinstance(state, StateOfRows):
             state = state.state
+        # A step of all that were fetched is none of the other rows.
+        state = map_clocks(by_row, state)
         words, shared = self.layout.pack(table, state, rounded)
         if words.shape != self.words.shape:
             raise InvalidArgumentError(

@@ -141,16 +141,23 @@ def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> Sta
     return jax.tree.map(changed, state, is_leaf=is_leaf)
 
 
+def by_row(clock: Clock, count: jax.Array) -> Clock:
+    """The same clock, for rows that go apart: each keeps the last step of the whole."""
+    leaves, tree = flatten(clock.last)
+    steps = [last_steps(x, clock.whole[i], count) for i, x in enumerate(leaves)]
+    return clock._replace(last=tree.unflatten(steps), whole=jnp.full_like(clock.whole, -1))
+
+
 @functools.partial(jax.jit, inline=True)
 def flushed(clock: Clock, count: jax.Array) -> Clock:
     """The clock after all rows have caught up, whatever they did before."""
-    leaves, tree = flatten(clock.last)
-    steps = [last_steps(x, clock.whole[i], count) for i, x in enumerate(leaves)]
-    marks = [
-        jnp.where(never_moves(x), frozen(count), jnp.where(x < 0, held(count), count))
-        for x in steps
-    ]
-    return clock._replace(last=tree.unflatten(marks), whole=jnp.full_like(clock.whole, -1))
+
+    def mark(x: jax.Array) -> jax.Array:
+        moves = jnp.where(x < 0, held(count), count)
+        return jnp.where(never_moves(x), frozen(count), moves)
+
+    clock = by_row(clock, count)
+    return clock._replace(last=jax.tree.map(mark, clock.last))
 
 
 # --- Rows in turn -------------------------------------------------------------------------
