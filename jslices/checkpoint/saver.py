@@ -22,15 +22,7 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import PyTree, steps_done
-
-#: Said of a state that an earlier version of jslices saved.
-OLD_CLOCK = (
-    ". Its clock is that of an earlier version of jslices, by whose rule its rows have to "
-    "catch up. There, type params, state = tx.flush(params, state), and save params and "
-    "slots = jslices.checkpoint.export_state(params, state); here, "
-    "jslices.checkpoint.import_state(tx, params, slots, count)"
-)
+from jslices.extend import OLD_CLOCK, PyTree, steps_done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,7 +437,7 @@ class Saver:
             is_old = any(
                 re.search(r"(?:^|/)clock/(?:run|snapshot)\b", x) for x in archive.specs
             )
-            raise NotFoundError(text + OLD_CLOCK * is_old)
+            raise NotFoundError(text + f"; {OLD_CLOCK}" * is_old)
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:
             archive.narrow(rows, saved_as)
@@ -528,17 +520,15 @@ def _step_number(step: Any, variables: PyTree) -> int | None:
 
 def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
     """Warn of states whose rows are behind, restored without all of their clock."""
-    lasts = [name for name in archive.specs if re.search("(?:^|/)clock/last", name)]
-    for name in lasts:
-        state, _, _ = f"/{name}".partition("/clock/last")
-        count, clock = f"{state}/count"[1:], f"{state}/clock/"[1:]
+    for clock, table, number in trees.clocks_in(archive.specs):
+        count, whole = clock.removesuffix("clock/") + "count", f"{clock}whole"
         unread = (x for x in archive.specs if x.startswith(clock) and x not in restored)
         if count not in restored or next(unread, None) is None:
             continue
-        mine = [x for x in lasts if x.startswith(f"{clock}last")]
-        whole = archive.read(f"{clock}whole", None)[mine.index(name)]
-        done = steps_done(archive.read(name, None), whole, archive.read(count, None))
-        if (done < archive.read(count, None)).any():
+        # Of an earlier version rows tell their steps alone.
+        as_whole = archive.read(whole, None)[number] if whole in archive.specs else -1
+        last, steps = archive.read(f"{clock}last{table}", None), archive.read(count, None)
+        if (steps_done(last, as_whole, steps) < steps).any():
             warnings.warn(
                 f"{archive.prefix}: rows are behind in {clock[:-1]}, of which not all is "
                 "restored: the steps that they missed are lost. Restore it into the "

@@ -31,6 +31,14 @@ _CYCLE = 1 << 30
 #: The mark of a frozen row that did no step.
 FROZEN = -1 - _CYCLE
 
+#: Said of a state that an earlier version of jslices made.
+OLD_CLOCK = (
+    "the clock is that of an earlier version of jslices, by whose rule its rows have to "
+    "catch up. There, type params, state = tx.flush(params, state), and save params and "
+    "slots = jslices.checkpoint.export_state(params, state); here, "
+    "jslices.checkpoint.import_state(tx, params, slots, count)"
+)
+
 
 class Clock(NamedTuple):
     """The last steps of rows, and what the last steps know of those after them.
@@ -169,21 +177,24 @@ def with_rows_in_turn(
 ) -> IndexedSlices:
     """``rows``, and a few others in turn, so that a log forgets no step that a row needs.
 
-    Each step names ``ceil(V / (L - 1))`` more, with values of zeros; on a mesh each device
-    as many of its own. Rows that do not move need no log, and stay as they are.
+    Each step names about ``2 * V / L`` more, with values of zeros; on a mesh each device as
+    many of its own. A row comes twice while a log lasts, as tables may be resized, or split
+    otherwise, and the order of rows changes. Rows that do not move need no log, and stay as
+    they are.
     """
+    period = (columns - 1) // 2
 
     def local(rows: IndexedSlices, last: jax.Array, count: jax.Array) -> IndexedSlices:
         axes = rows.row_axes
         height = access.rows_numbered(last.shape, axes)
         if not access.is_below(0, height):
             return rows
-        entries, more = rows.indices.shape[0], -(-height // (columns - 1))
+        entries, more = rows.indices.shape[0], -(-height // period)
         dtype = access.index_dtype(height, np.dtype(rows.indices.dtype))
-        # In so many of the steps that a log has room for, and the last of them, as a run
-        # may be over before.
+        # In so many of the steps of a period, and the last of them, as a run may be over
+        # before.
         turns = -(-height // more)
-        first = (count.astype(dtype) % (columns - 1) - (columns - 1 - turns)) * more
+        first = (count.astype(dtype) % period - (period - turns)) * more
         turn = first + jnp.arange(more, dtype=dtype)
         near = jnp.clip(turn, 0, height - 1)
         marks = access.take_rows(last, near, mode="promise_in_bounds", row_axes=axes)
