@@ -66,6 +66,7 @@ from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
 # The last steps of rows, from the clock of an exact optimizer.
+from jslices.optim.engine.clock import last_steps as last_steps
 from jslices.optim.engine.clock import steps_done as steps_done
 
 # The state of some rows of a table, for what goes by row numbers.

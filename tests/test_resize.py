@@ -154,7 +154,7 @@ def test_one_array_is_all():
     state = tx.init(table)
     new, after = resize_rows(tx, table, state, jnp.zeros((3, 2)), {"value": [1, -1, 0]})
     np.testing.assert_array_equal(new[:, 0], [1, 0, 1])
-    assert after.clock.run.shape == (2,) and after.mu.shape == (3, 2)
+    assert after.clock.whole.shape == (1,) and after.mu.shape == (3, 2)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

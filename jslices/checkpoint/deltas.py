@@ -14,7 +14,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
-from jslices.checkpoint.trees import array_name, matching, named_leaves
+from jslices.checkpoint.trees import matching, named_leaves
 from jslices.checkpoint.writing import Part
 from jslices.extend import PyTree
 

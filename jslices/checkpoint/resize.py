@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices import GradientTransformation, IndexedSlices, is_slices, mask_rows, row_major
+from jslices import GradientTransformation, is_slices, mask_rows, row_major
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
-from jslices.checkpoint.trees import array_name, brief, listed, matching, named_leaves
+from jslices.checkpoint.trees import brief, listed, matching, named_leaves
 from jslices.extend import (
     Params,
     PyTree,
@@ -20,6 +20,7 @@ from jslices.extend import (
     as_ids,
     as_transformation,
     canonical_indices,
+    last_steps,
     like_first,
     on_any_mesh,
     rows_at,
@@ -106,6 +107,9 @@ def resize_rows(
         )
     structure: Any = jax.tree.structure(fresh)
     owners = _owners(begin, new, structure)
+    tree: Any = jax.tree.structure(start, is_leaf=is_slices)
+    counts = _counts_of_clocks(tree.unflatten(before[n] for n in begin))
+    begin |= {n: last_steps(begin[n], count, count) for n, count in counts.items()}
     problems: list[str] = []
     resized_params = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
@@ -116,13 +120,7 @@ def resize_rows(
     ]
     if problems:
         raise ValueError(f"resize_rows: {listed(problems)}")
-    params = structure.unflatten(resized_params)
-    state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), resized_state)
-    ids = structure.unflatten(
-        _new_rows(sources[name], x.shape) if name in sources else None
-        for name, x in new.items()
-    )
-    return params, _with_clocks(state, tx, params, state, ids)
+    return structure.unflatten(resized_params), tree.unflatten(resized_state)
 
 
 def reset_rows(
@@ -223,7 +221,7 @@ def _begun(
     begin = structure.unflatten(changes.get(n, (0, x))[1] for n, x in tables.items())
     old, start = _by_name(state), _by_name(jax.jit(tx.of_rows().init)(begin))
     _check_names("state", old, start, "tx.init(params) has", "reset_rows")
-    owners = _owners(old, tables, structure)
+    owners, counts = _owners(old, tables, structure), _counts_of_clocks(state)
 
     def begun(name: str, x: Any) -> Any:
         owner = owners[name]
@@ -232,6 +230,8 @@ def _begun(
         (ids, values), table, shape = changes[owner], tables[owner].shape, jnp.shape(x)
         if is_slices(x):
             return mask_rows(x, lambda at: ~jnp.isin(at, ids))
+        if name in counts:
+            return _with_rows(x, ids, last_steps(rows_at(x, ids), *[counts[name]] * 2))
         by_row = table[0] not in (*shape[1:], *table[1:]) and shape[:1] == table[:1]
         fits = jnp.shape(start[name])[:1] == values.shape[:1]
         if fits and (by_row or shape == table):
@@ -244,9 +244,7 @@ def _begun(
         return x
 
     tree: Any = jax.tree.structure(state, is_leaf=is_slices)
-    new = tree.unflatten(begun(name, x) for name, x in old.items())
-    ids = structure.unflatten(changes[n][0] if n in changes else None for n in names)
-    state = _with_clocks(new, tx, params, state, ids)
+    state = tree.unflatten(begun(name, x) for name, x in old.items())
     params = structure.unflatten(
         _with_rows(x, *changes[n]) if n in changes else x for n, x in tables.items()
     )
@@ -344,8 +342,8 @@ def _owners(state: Iterable[str], params: Mapping[str, Any], tree: Any) -> dict[
     bare = next(iter(params)) if jax.tree_util.treedef_is_leaf(tree) else ""
     splits = {}
     for name in state:
-        has_rows = not re.search("(?:^|/)clock/(?:run|key)$", name)
-        parts = array_name(name).split("/") * has_rows
+        has_rows = not re.search("(?:^|/)clock/(?:whole|log|key)(?:/|$)", name)
+        parts = name.split("/") * has_rows
         pairs = [("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts))]
         splits[name] = [pair for pair in pairs if bare or pair[1] in params]
     count = collections.Counter(start for pairs in splits.values() for start, _ in pairs)
@@ -360,6 +358,8 @@ def _resized(
 ) -> Any:
     """``new`` with the values, or the rows, that ``old`` has; appends problems."""
     old_shape, new_shape = jnp.shape(old), jnp.shape(new)
+    if re.search(r"(?:^|/)clock/log/\d+$", name):  # which stays as long as it is
+        new_shape = *new_shape[:1], *old_shape[1:]
     before, after = _dtype(old), _dtype(new)
     axis = 0 if source is None else source.axis
     rows = slice(axis, axis + 1)
@@ -401,27 +401,14 @@ def _lies_as(old: Any, new: Any) -> bool:
     return not isinstance(new, jax.Array)
 
 
-def _with_clocks(
-    new: State, tx: GradientTransformation, params: Params, state: State, ids: PyTree
-) -> State:
-    """``new`` with the clocks of ``state``, in which some rows have missed no step."""
+def _counts_of_clocks(state: State) -> dict[str, Any]:
+    """For each array of last steps of rows, by its name, the steps of its optimizer."""
 
-    @jax.jit  # which computes only the clocks
-    def clocks_of(params: Params, state: State, ids: PyTree) -> list[Any]:
-        if getattr(tx, "catches_up", False):
-            _, state = tx.catch_up(params, state, ids)
-        return [getattr(part, "clock", None) for part in optimizer_states(state)]
+    def counted(_: int, part: Any) -> Any:
+        if (clock := getattr(part, "clock", None)) is None:
+            return part
+        last = jax.tree.map(lambda _: part.count, clock.last)
+        return part._replace(clock=clock._replace(last=last))
 
-    clocks = clocks_of(params, state, ids)
-    return map_optimizer_states(
-        lambda i, part: part if clocks[i] is None else part._replace(clock=clocks[i]), new
-    )
-
-
-def _new_rows(source: _Source, shape: tuple[int, ...]) -> Any:
-    """The rows that are new, as ``catch_up`` takes them; None without any."""
-    axes = source.axis + 1
-    numbers = np.flatnonzero(np.broadcast_to(source.rows < 0, shape[:axes]))
-    if axes == 1 or not numbers.size:
-        return numbers if numbers.size else None
-    return IndexedSlices(jnp.zeros((numbers.size, 0)), numbers, (*shape[:axes], 0), axes)
+    counts = _by_name(map_optimizer_states(counted, state))
+    return {n: counts[n] for n, x in _by_name(state).items() if counts[n] is not x}

@@ -100,18 +100,13 @@ def resolve_name(name: str, available: Container[str]) -> str:
     return name if name in available else name.removesuffix(":0")
 
 
-def array_name(name: str) -> str:
-    """A name without the number in it where a clock keeps several arrays, in a tuple."""
-    return re.sub(r"((?:^|/)clock/snapshot(?:/.*)?)/\d+$", r"\1", name)
-
-
 def matching(pattern: str, names: Mapping[str, Any], argument: str) -> list[str]:
     """Expand a name, or a pattern such as ``*/table``, to one name at least."""
     exact = resolve_name(pattern, names)
     matches = [exact] if exact in names else []
     if any(mark in pattern for mark in "*?["):  # a plain name costs no look at the others
         fits = lambda name: fnmatch.fnmatchcase(name, pattern)  # noqa: E731
-        matches = [n for n in names if n == exact or fits(n) or fits(array_name(n))]
+        matches = [n for n in names if n == exact or fits(n)]
     if not matches:
         raise NotFoundError(
             f"{argument} names no variable with {pattern!r}; there are {brief(names)}, and "

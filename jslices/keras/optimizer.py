@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax import lax
 
 from jslices import (
     GradientTransformation,
@@ -57,9 +56,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     saving and loading ``fit`` goes on where it was.
 
     The learning rate may be set, ``optimizer.learning_rate = 1e-4``, as callbacks do, and
-    nothing is compiled anew. With ``untouched="exact"``, rows that are behind then first do
-    the steps that they missed at the old rate: all rows once for each change, so for a rate
-    that changes at every step a schedule is better.
+    nothing is compiled anew. With ``untouched="exact"``, rows do each step that they missed
+    at the rate that it had.
 
     Args:
       tx: the function that makes the optimizer, such as ``js.adam``, or one of your own,
@@ -145,8 +143,6 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         rows.state = [
             self._new_variable(jax.tree_util.keystr(path), leaf) for path, leaf in leaves
         ]
-        if self.catches_up and rows.settable:
-            rows.rate_of_missed = self._new_variable("rate_of_missed_steps", self._rate())
 
     def _new_variable(self, name: str, value: jax.Array) -> keras.Variable:
         name = "".join(c if c.isalnum() else "_" for c in name).strip("_")  # as Keras wants
@@ -280,23 +276,16 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     # --- rows that wait -----------------------------------------------------------------
 
     def catch_up(self, rows: ByPath) -> None:
-        """Before a step, let the rows that it reads do the steps they missed.
-
-        All rows do, if the learning rate has changed since the last step.
-        """
+        """Before a step, let the rows that it reads do the steps they missed."""
         self._refuse_constraints(rows)
         self._rows.current = True
         whole = tuple(name for name, ids in rows.items() if ids is True)
         ids = self.by_path([None if ids is True else ids for ids in rows.values()])
-        new, old = self._rate(), self._rate_of_missed()
-        args = old, new, ids, self.values(), self._state()
+        args = self._rate(), self.values(), self._state(), ids
         self._assign(*self._rows.caught_up(*args, whole=whole))
-        if old is not None:
-            # As an array of its own: variables are donated, each on its own.
-            self._rows.rate_of_missed.assign(jnp.where(old != new, new, old))
 
     def peek(self, rows: ByPath) -> ByPath:
-        """These rows after the steps that they missed, of the rate of this step."""
+        """These rows after the steps that they missed."""
         self._refuse_constraints(rows)
         return self._tx(self._rate()).peek(self.values(), self._state(), rows)
 
@@ -314,8 +303,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         now = self.iterations.value
         if not (self.catches_up and self.built) or self._rows.flushed_at is now:
             return
-        args = self._rate_of_missed(), self.values(), self._state()
-        self._assign(*self._rows.flushed(*args))
+        self._assign(*self._rows.flushed(self._rate(), self.values(), self._state()))
         self._rows.flushed_at, self._rows.current = now, True
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
@@ -330,21 +318,12 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 if isinstance(mean, jax.Array):  # partition leaves out the others
                     variables[path].assign(jnp.copy(mean))
 
-    def _rate_of_missed(self) -> Rate:
-        return self._rows.rate_of_missed.value if self._rows.settable else None
-
     def _caught_up(
-        self, old: Rate, new: Rate, ids: ByPath, params: ByPath, state: State, whole: Paths
+        self, rate: Rate, params: ByPath, state: State, ids: ByPath, whole: Paths
     ) -> tuple[ByPath, State]:
         """``params`` and ``state`` with the rows ``ids`` up to date, all of ``whole``."""
-        tx = self._tx(old)
         rows = self.by_path([True if k in whole else x for k, x in ids.items()])
-        if old is not None:
-            # A loop of one turn or none: a conditional would copy the tables.
-            changed = (old != new).astype(jnp.int32)
-            all_rows = lambda _, now: tx.flush(*now)  # noqa: E731
-            params, state = lax.fori_loop(0, changed, all_rows, (params, state))
-        return tx.catch_up(params, state, rows)
+        return self._tx(rate).catch_up(params, state, rows)
 
     # --- what Keras requires of its optimizers ------------------------------------------
 
@@ -406,7 +385,6 @@ class _Rows:
     paths: list[str] = dataclasses.field(default_factory=list)
     state: list[keras.Variable] = dataclasses.field(default_factory=list)
     tree: Any = None  #: the structure of the state
-    rate_of_missed: Any = None  #: a variable: the rate that the last step had
     flushed_at: jax.Array | None = None  #: ``iterations`` when no row was behind
     whole_gradients: list[PyTree] | None = None  #: those that a step has taken apart
     peeked: PyTree = None  #: of this step: the variables whose rows were peeked at
