@@ -66,8 +66,8 @@ from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
 # The last steps of rows, from the clock of an exact optimizer.
-from jslices.optim.engine.clock import last_steps as last_steps
 from jslices.optim.engine.clock import steps_done as steps_done
+from jslices.optim.engine.clock import with_all_done as with_all_done
 
 # The state of some rows of a table, for what goes by row numbers.
 from jslices.optim.engine.protocol import StateOfRows as StateOfRows

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -14,7 +13,7 @@ from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
-from jslices.checkpoint.trees import matching, named_leaves
+from jslices.checkpoint.trees import clocks_in, matching, named_leaves
 from jslices.checkpoint.writing import Part
 from jslices.extend import PyTree
 
@@ -110,14 +109,15 @@ def _with_moved_rows(
     changed: dict[str, Rows | None], leaves: dict[str, Leaf], base: Archive
 ) -> dict[str, Rows | None]:
     """``changed``, and the rows that have caught up since, as the clocks of rows tell."""
-    for name, clock in leaves.items():
-        of_rows = re.fullmatch(r"(?:.*/)?clock/last((?:/.*)?)", name)
-        if of_rows is None:
-            continue
-        moved, sizes = _changed_rows(name, clock, base), clock.spec.shape
+    for clock, table, number in clocks_in(leaves):
+        last, whole = leaves[f"{clock}last{table}"], f"{clock}whole"
+        moved, sizes = _changed_rows(f"{clock}last{table}", last, base), last.spec.shape
+        if whole in leaves:
+            stepped = _changed_rows(whole, leaves[whole], base)
+            moved = None if stepped is None or number in stepped.numbers else moved
         for other, rows in changed.items():
             shape = leaves[other].spec.shape
-            is_its = f"/{array_name(other)}".endswith(of_rows[1])
+            is_its = f"/{other}".endswith(table)
             if rows is not None and is_its and shape[: len(sizes)] == sizes:
                 changed[other] = None if moved is None else _union(rows, moved, shape)
     return changed

@@ -20,10 +20,10 @@ from jslices.extend import (
     as_ids,
     as_transformation,
     canonical_indices,
-    last_steps,
     like_first,
     on_any_mesh,
     rows_at,
+    with_all_done,
 )
 
 
@@ -109,7 +109,7 @@ def resize_rows(
     owners = _owners(begin, new, structure)
     tree: Any = jax.tree.structure(start, is_leaf=is_slices)
     counts = _counts_of_clocks(tree.unflatten(before[n] for n in begin))
-    begin |= {n: last_steps(begin[n], count, count) for n, count in counts.items()}
+    begin |= {n: with_all_done(begin[n], count) for n, count in counts.items()}
     problems: list[str] = []
     resized_params = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
@@ -231,7 +231,7 @@ def _begun(
         if is_slices(x):
             return mask_rows(x, lambda at: ~jnp.isin(at, ids))
         if name in counts:
-            return _with_rows(x, ids, last_steps(rows_at(x, ids), *[counts[name]] * 2))
+            return _with_rows(x, ids, with_all_done(rows_at(x, ids), counts[name]))
         by_row = table[0] not in (*shape[1:], *table[1:]) and shape[:1] == table[:1]
         fits = jnp.shape(start[name])[:1] == values.shape[:1]
         if fits and (by_row or shape == table):

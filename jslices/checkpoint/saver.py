@@ -517,17 +517,15 @@ def _step_number(step: Any, variables: PyTree) -> int | None:
 
 def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
     """Warn of states whose rows are behind, restored without all of their clock."""
-    lasts = [name for name in archive.specs if re.search("(?:^|/)clock/last", name)]
-    for name in lasts:
-        state, last, _ = f"/{name}".partition("/clock/last")
-        count, clock = f"{state}/count"[1:], f"{state}/clock/"[1:]
+    for clock, table, number in trees.clocks_in(archive.specs):
+        count, whole = clock.removesuffix("clock/") + "count", f"{clock}whole"
         unread = (x for x in archive.specs if x.startswith(clock) and x not in restored)
         if count not in restored or next(unread, None) is None:
             continue
-        mine = [x for x in lasts if x.startswith(f"{clock}last")]
-        whole = archive.read(f"{clock}whole", None)[mine.index(name)]
-        done = steps_done(archive.read(name, None), whole, archive.read(count, None))
-        if (done < archive.read(count, None)).any():
+        # Of an earlier version rows tell their steps alone.
+        as_whole = archive.read(whole)[number] if whole in archive.specs else 0
+        last, steps = archive.read(f"{clock}last{table}"), archive.read(count)
+        if (steps_done(last, as_whole, steps) < steps).any():
             warnings.warn(
                 f"{archive.prefix}: rows are behind in {clock[:-1]}, of which not all is "
                 "restored: the steps that they missed are lost. Restore it into the "

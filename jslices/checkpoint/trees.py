@@ -100,6 +100,20 @@ def resolve_name(name: str, available: Container[str]) -> str:
     return name if name in available else name.removesuffix(":0")
 
 
+def clocks_in(names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
+    """For each array of last steps the paths of its clock and table, and its number.
+
+    ``{clock}last{table}`` is its name, and that of the table ends with ``table``. Its
+    number is that of the table's last step in ``{clock}whole``.
+    """
+    numbers: dict[str, int] = collections.Counter()
+    for name in names:
+        if found := re.fullmatch("((?:.*/)?clock/)last((?:/.*)?)", name):
+            clock, table = found.groups()
+            yield clock, table, numbers[clock]
+            numbers[clock] += 1
+
+
 def matching(pattern: str, names: Mapping[str, Any], argument: str) -> list[str]:
     """Expand a name, or a pattern such as ``*/table``, to one name at least."""
     exact = resolve_name(pattern, names)

@@ -92,6 +92,12 @@ def steps_done(last: Any, whole: Any, count: Any) -> jax.Array:
     return last_done(last_steps(jnp.asarray(last), jnp.asarray(whole), count), count)
 
 
+def with_all_done(last: jax.Array, count: jax.Array) -> jax.Array:
+    """``last`` of rows that have done all ``count`` steps; held and frozen ones stay so."""
+    marks = jnp.where(never_moves(last), frozen(count), held(count))
+    return jnp.where(last < 0, marks, count)
+
+
 # --- Rows in turn -------------------------------------------------------------------------
 
 
