@@ -66,6 +66,7 @@ from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
 # The last steps of rows, from the clock of an exact optimizer.
+from jslices.optim.engine.clock import OLD_CLOCK as OLD_CLOCK
 from jslices.optim.engine.clock import steps_done as steps_done
 from jslices.optim.engine.clock import with_all_done as with_all_done
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, is_slices, mask_rows, row_major
 from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
-from jslices.checkpoint.trees import brief, listed, matching, named_leaves
+from jslices.checkpoint.trees import advice, brief, listed, matching, named_leaves
 from jslices.extend import (
     Params,
     PyTree,
@@ -282,7 +282,7 @@ def _check_names(
         raise ValueError(
             f"{caller}: {what} must hold the arrays that {whose}, got "
             f"{' and '.join(parts)}; it must be what the same model and tx had with the "
-            "old number of rows"
+            f"old number of rows{advice(old)}"
         )
 
 
@@ -411,4 +411,4 @@ def _counts_of_clocks(state: State) -> dict[str, Any]:
         return part._replace(clock=clock._replace(last=last))
 
     counts = _by_name(map_optimizer_states(counted, state))
-    return {n: counts[n] for n, x in _by_name(state).items() if counts[n] is not x}
+    return {n: counts[n] for n, x in _by_name(state).items() if counts[n] is not x and not is_slices(x)}

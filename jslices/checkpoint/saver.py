@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import operator
 import os
-import re
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
@@ -433,7 +432,7 @@ class Saver:
         if missing:
             raise NotFoundError(
                 f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
-                f"it holds {trees.brief(archive.specs)}"
+                f"it holds {trees.brief(archive.specs)}{trees.advice(archive.specs)}"
             )
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:

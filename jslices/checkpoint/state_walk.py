@@ -101,6 +101,19 @@ def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> Sta
     return jax.tree.unflatten(tree, changed)
 
 
+def _log(part: Any) -> Sequence[jax.Array]:
+    clock = getattr(part, "clock", None)
+    return () if clock is None else clock.log  # type: ignore[no-any-return]
+
+
+def _with_logs(state: State, logs: Sequence[Sequence[jax.Array]]) -> State:
+    def changed(number: int, part: Any) -> Any:
+        log = tuple(logs[number])
+        return part._replace(clock=part.clock._replace(log=log)) if log else part
+
+    return map_optimizer_states(changed, state)
+
+
 def after_empty_steps(
     tx: GradientTransformation,
     params: Params,
@@ -120,9 +133,13 @@ def after_empty_steps(
 
     @jax.jit
     def steps(state: State, params: Params, count: jax.Array) -> State:
+        logs = [_log(part) for part in optimizer_states(state)]
+        state = _with_logs(state, [[x[:, :0] for x in log] for log in logs])
         state = lax.fori_loop(
             0, count, lambda _, now: tx.update(nothing, now, params)[1], state
         )
+        # No row is behind: a log need know nothing of the steps before.
+        state = _with_logs(state, logs)
         state = tx.flush(params, state)[1] if has_flush else state
         numbers, zero = itertools.count(), jnp.zeros(())
         return jax.tree.map(lambda x: zero if next(numbers) in replaced else x, state)

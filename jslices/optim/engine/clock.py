@@ -21,6 +21,13 @@ from jslices.optim.engine.rule import row_like
 _CYCLE = 1 << 30
 #: The mark of a frozen row that did no step.
 FROZEN = -1 - _CYCLE
+#: What to do with a clock of the format before this one.
+OLD_CLOCK = (
+    "The state keeps snapshots of rows, of an earlier version of jslices: with that version "
+    "params, state = tx.flush(params, state), then save params, state.count and slots = "
+    'jslices.checkpoint.export_state(params, state, "keras"); here '
+    "state = jslices.checkpoint.import_state(tx, params, slots, count)"
+)
 
 
 class Clock(NamedTuple):

@@ -28,6 +28,7 @@ from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine import protocol
 from jslices.optim.engine.boxes import boxed_anew, unboxed, within_boxes
 from jslices.optim.engine.clock import (
+    OLD_CLOCK,
     Clock,
     after_all,
     last_steps,
@@ -552,6 +553,8 @@ def check_state(state: State, state_type: type[State], names: Sequence[str]) -> 
             f"this optimizer keeps {_listed(names)} in its {state_type.__name__}, got one "
             f"with {_listed(present)}: it was made by tx.init with other settings"
         )
+    if hasattr(getattr(getattr(state, "clock", None), "log", None), "shape"):
+        raise TypeError(OLD_CLOCK)  # unpickled, as old ones had as many fields
 
 
 def check_fields(caller: str, state: State, state_type: type[State]) -> None:
