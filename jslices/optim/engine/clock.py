@@ -113,10 +113,12 @@ def with_rows_in_turn(
 ) -> IndexedSlices:
     """``rows``, and a few others in turn, so that a log forgets no step that a row needs.
 
-    Each step names ``ceil(V / (L - 1))`` more, with values of zeros; on a mesh each device
-    as many of its own. Rows that do not move need no log, and stay as they are.
+    Each step names about ``2 * V / L`` more, with values of zeros; on a mesh each device
+    as many of its own. A row comes twice while a log lasts, as tables may be resized, or
+    spread over other devices, and the order of rows changes. Rows that do not move need no
+    log, and stay as they are.
     """
-    columns = log.shape[1]
+    period = (log.shape[1] - 1) // 2
     if not log.size:
         return rows
 
@@ -125,12 +127,12 @@ def with_rows_in_turn(
         height = access.rows_numbered(last.shape, axes)
         if is_symbolic(height) or not height:
             return rows
-        more = -(-height // (columns - 1))
+        more = -(-height // period)
         dtype = access.index_dtype(height, np.dtype(rows.indices.dtype))
-        # In so many of the steps that a log has room for, and the last of them, as a run
-        # may be over before.
+        # In so many of the steps of a period, and the last of them, as a run may be over
+        # before.
         turns = -(-height // more)
-        turn = count.astype(dtype) % (columns - 1) - (columns - 1 - turns)
+        turn = count.astype(dtype) % period - (period - turns)
         turn = turn * more + np.arange(more, dtype=dtype)
         near = jnp.clip(turn, 0, height - 1)
         marks = access.take_rows(last, near, mode="promise_in_bounds", row_axes=axes)
