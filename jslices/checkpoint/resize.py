@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, is_slices, mask_rows, row_major
-from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
-from jslices.checkpoint.trees import advice, brief, listed, matching, named_leaves
+from jslices.checkpoint.state_walk import placed
+from jslices.checkpoint.trees import brief, clocks_in, listed, matching, named_leaves
 from jslices.extend import (
     Params,
     PyTree,
@@ -107,9 +107,8 @@ def resize_rows(
         )
     structure: Any = jax.tree.structure(fresh)
     owners = _owners(begin, new, structure)
-    tree: Any = jax.tree.structure(start, is_leaf=is_slices)
-    counts = _counts_of_clocks(tree.unflatten(before[n] for n in begin))
-    begin |= {n: with_all_done(begin[n], count) for n, count in counts.items()}
+    for name, count in _counts_of_clocks(before).items():
+        begin[name] = with_all_done(begin[name], np.asarray(count))
     problems: list[str] = []
     resized_params = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
@@ -120,6 +119,7 @@ def resize_rows(
     ]
     if problems:
         raise ValueError(f"resize_rows: {listed(problems)}")
+    tree: Any = jax.tree.structure(start, is_leaf=is_slices)
     return structure.unflatten(resized_params), tree.unflatten(resized_state)
 
 
@@ -221,7 +221,7 @@ def _begun(
     begin = structure.unflatten(changes.get(n, (0, x))[1] for n, x in tables.items())
     old, start = _by_name(state), _by_name(jax.jit(tx.of_rows().init)(begin))
     _check_names("state", old, start, "tx.init(params) has", "reset_rows")
-    owners, counts = _owners(old, tables, structure), _counts_of_clocks(state)
+    owners, counts = _owners(old, tables, structure), _counts_of_clocks(old)
 
     def begun(name: str, x: Any) -> Any:
         owner = owners[name]
@@ -282,7 +282,7 @@ def _check_names(
         raise ValueError(
             f"{caller}: {what} must hold the arrays that {whose}, got "
             f"{' and '.join(parts)}; it must be what the same model and tx had with the "
-            f"old number of rows{advice(old)}"
+            "old number of rows"
         )
 
 
@@ -401,14 +401,9 @@ def _lies_as(old: Any, new: Any) -> bool:
     return not isinstance(new, jax.Array)
 
 
-def _counts_of_clocks(state: State) -> dict[str, Any]:
+def _counts_of_clocks(state: Mapping[str, Any]) -> dict[str, Any]:
     """For each array of last steps of rows, by its name, the steps of its optimizer."""
-
-    def counted(_: int, part: Any) -> Any:
-        if (clock := getattr(part, "clock", None)) is None:
-            return part
-        last = jax.tree.map(lambda _: part.count, clock.last)
-        return part._replace(clock=clock._replace(last=last))
-
-    counts = _by_name(map_optimizer_states(counted, state))
-    return {n: counts[n] for n, x in _by_name(state).items() if counts[n] is not x and not is_slices(x)}
+    counts = {
+        f"{c}last{t}": c.removesuffix("clock/") + "count" for c, t, _ in clocks_in(state)
+    }
+    return {last: state[count] for last, count in counts.items() if count in state}

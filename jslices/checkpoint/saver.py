@@ -4,13 +4,13 @@ import copy
 import dataclasses
 import operator
 import os
+import re
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -22,7 +22,7 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import PyTree, steps_done
+from jslices.extend import OLD_CLOCK, PyTree, steps_done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Saver:
           DataLossError: if the base is damaged or has been overwritten.
 
         Cost: reads and writes the touched rows, and the variables that are saved whole; of
-        an exact optimizer also reads a number a row, here and in the base;
+        an exact optimizer also writes its log, and reads a number a row, here and in the base;
         with ``touched=None`` reads everything, and the base. A delta is always one file.
         """
         variables = trees.without_handles(variables)
@@ -363,7 +363,7 @@ class Saver:
           OSError: if another process has failed, or has died (``ConnectionError``).
 
         Warns of the state of an exact optimizer that is restored into one of a lazy
-        optimizer, or of one without its schedule, before its rows have caught up.
+        optimizer before its rows have caught up.
 
         Cost: at most the memory of one more table than is returned. Only the shards of a
         sharded array are read, and only these ``rows``, in chunks of 4 MiB.
@@ -430,9 +430,11 @@ class Saver:
         chosen = trees.choose(names, self._var_list, "the variables hold")
         missing = sorted(saved for saved in chosen if saved not in archive.specs)
         if missing:
+            old = any(re.search("(?:^|/)clock/(snapshot|run)", x) for x in archive.specs)
+            hint = f". {OLD_CLOCK}" if old else ""
             raise NotFoundError(
                 f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
-                f"it holds {trees.brief(archive.specs)}{trees.advice(archive.specs)}"
+                f"it holds {trees.brief(archive.specs)}{hint}"
             )
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
-from jslices.extend import OLD_CLOCK, PyTree, opened
+from jslices.extend import PyTree, opened
 
 #: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
 VarList: TypeAlias = Sequence[str] | Mapping[str, str] | None
@@ -112,12 +112,6 @@ def clocks_in(names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
             clock, table = found.groups()
             yield clock, table, numbers[clock]
             numbers[clock] += 1
-
-
-def advice(names: Iterable[str]) -> str:
-    """What to do with clocks of another format among these names; nothing without."""
-    old = any(re.search("(?:^|/)clock/(?:snapshot|run)(?:/|$)", name) for name in names)
-    return f". {OLD_CLOCK}" if old else ""
 
 
 def matching(pattern: str, names: Mapping[str, Any], argument: str) -> list[str]:

@@ -23,10 +23,9 @@ _CYCLE = 1 << 30
 FROZEN = -1 - _CYCLE
 #: What to do with a clock of the format before this one.
 OLD_CLOCK = (
-    "The state keeps snapshots of rows, of an earlier version of jslices: with that version "
-    "params, state = tx.flush(params, state), then save params, state.count and slots = "
-    'jslices.checkpoint.export_state(params, state, "keras"); here '
-    "state = jslices.checkpoint.import_state(tx, params, slots, count)"
+    "The state keeps snapshots of an earlier version of jslices: with that version type "
+    "params, state = tx.flush(params, state), and save params and slots (jslices.checkpoint."
+    "export_state); then here jslices.checkpoint.import_state(tx, params, slots, count)"
 )
 
 
@@ -99,7 +98,7 @@ def steps_done(last: Any, whole: Any, count: Any) -> jax.Array:
     return last_done(last_steps(jnp.asarray(last), jnp.asarray(whole), count), count)
 
 
-def with_all_done(last: jax.Array, count: jax.Array) -> jax.Array:
+def with_all_done(last: jax.Array, count: Any) -> jax.Array:
     """``last`` of rows that have done all ``count`` steps; held and frozen ones stay so."""
     marks = jnp.where(never_moves(last), frozen(count), held(count))
     return jnp.where(last < 0, marks, count)
