@@ -266,6 +266,14 @@ def test_a_file_with_snapshots_is_refused_with_what_to_type(tmp_path):
     assert "import_state" not in str(error.value)
 
 
+def test_states_of_other_settings_do_not_fit(tmp_path):
+    _, _, tree, _ = trained("adam")
+    path = js.Saver().save({"state": tree["state"]}, tmp_path / "m")
+    decays = js.adamw(0.1, **EXACT).init(tree["params"])
+    with pytest.raises(js.InvalidArgumentError, match=r"log/0.*settings.*tx\.flush with"):
+        js.Saver().restore(path, {"state": decays})
+
+
 def test_a_pickled_clock_with_snapshots_is_refused():
     tx, _, tree, _ = trained("adam")
     old = with_snapshots(tree["state"])["clock"]

@@ -250,7 +250,7 @@ class Saver:
           DataLossError: if the base is damaged or has been overwritten.
 
         Cost: reads and writes the touched rows, and the variables that are saved whole; of
-        an exact optimizer also writes its log, and reads a number a row, here and in the base;
+        an exact optimizer also its log, and reads a number a row, here and in the base;
         with ``touched=None`` reads everything, and the base. A delta is always one file.
         """
         variables = trees.without_handles(variables)
