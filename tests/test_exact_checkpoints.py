@@ -57,9 +57,8 @@ def by_halves(tx, base, tree, path):
         js.Saver().restore(path, rows={"*/table": slice(*part)})
         for part in ((0, 5), (5, V))
     ]
-    whole = lambda x, y: np.concatenate([x, y]) if len(x) == 5 else x  # noqa: E731
-    leaves = map(jax.tree.leaves, halves)
-    joined = [whole(x, y) if x.ndim else x for x, y in zip(*leaves, strict=True)]
+    pairs = zip(*map(jax.tree.leaves, halves), strict=True)
+    joined = [np.concatenate([x, y]) if x.shape != y.shape else x for x, y in pairs]
     # Restored without variables, states are dicts, in the order of their keys.
     path = js.Saver().save(jax.tree.structure(halves[0]).unflatten(joined), path)
     return js.Saver().restore(path, tree)
