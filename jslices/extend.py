@@ -73,6 +73,7 @@ from jslices.optim.engine.clock import by_row as by_row
 from jslices.optim.engine.clock import map_clocks as map_clocks
 from jslices.optim.engine.clock import short_logs as short_logs
 from jslices.optim.engine.clock import steps_done as steps_done
+from jslices.optim.engine.clock import with_all_done as with_all_done
 from jslices.optim.engine.clock import with_columns as with_columns
 
 # The state of some rows of a table, for what goes by row numbers.

@@ -27,12 +27,15 @@ OPTIMIZERS = {
 }
 
 
+def loss_of(params, ids):
+    return (jnp.sin(params["table"][ids]) ** 3).sum()
+
+
 @functools.cache
 def trained(name):
     """Parameters and state after two steps, after a third, and then after flush."""
     tx = OPTIMIZERS[name]
-    loss = lambda params, ids: (jnp.sin(params["table"][ids]) ** 3).sum()  # noqa: E731
-    step = fast_jit(js.train_step(loss, tx))
+    step = fast_jit(js.train_step(loss_of, tx))
     params = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), "f4")}
     now, seen = (params, tx.init(params)), []
     for ids in ([2, 7], [7, 9], LAST):
@@ -54,9 +57,8 @@ def by_halves(tx, base, tree, path):
         js.Saver().restore(path, rows={"*/table": slice(*part)})
         for part in ((0, 5), (5, V))
     ]
-    whole = lambda x, y: np.concatenate([x, y]) if len(x) == 5 else x  # noqa: E731
-    leaves = map(jax.tree.leaves, halves)
-    joined = [whole(x, y) if x.ndim else x for x, y in zip(*leaves, strict=True)]
+    pairs = zip(*map(jax.tree.leaves, halves), strict=True)
+    joined = [np.concatenate([x, y]) if x.shape != y.shape else x for x, y in pairs]
     # Restored without variables, states are dicts, in the order of their keys.
     path = js.Saver().save(jax.tree.structure(halves[0]).unflatten(joined), path)
     return js.Saver().restore(path, tree)
@@ -112,6 +114,25 @@ def test_a_delta_holds_no_more_rows_than_have_moved(tmp_path):
     assert len(held) == 3 and set(held.values()) == {2}
 
 
+def test_a_delta_holds_all_rows_of_a_table_that_moved_as_a_whole(tmp_path):
+    tx = js.adam(0.1, **EXACT)
+    params = {"other": jnp.ones((V, D)), "table": jnp.ones((V, D))}
+    saver, state = js.Saver(), tx.init(params)
+    saver.save({"params": params, "state": state}, tmp_path / "m", 1)
+    rows = js.IndexedSlices(jnp.ones((2, D)), jnp.array([1, 5]), (V, D))
+    grads = {"other": rows, "table": params["table"]}
+    params, state = tx.apply(grads, state, params)
+    tree = {"params": params, "state": state}
+    path = saver.save_delta(
+        tree, tmp_path / "m", 2, touched={"*/table": [1], "*/other": [1]}
+    )
+    assert_same(js.Saver().restore(path, tree), tree)
+    held = {name for name in load_file(path) if name.endswith("@rows")}
+    assert held == {
+        f"{x}/other@rows" for x in ("params", "state/mu", "state/nu", "state/clock/last")
+    }
+
+
 @pytest.mark.parametrize("name", ["adam", "frozen"])
 def test_states_for_other_libraries_are_those_after_flush(name):
     _, _, behind, flushed = trained(name)
@@ -147,57 +168,126 @@ def test_copies_of_a_host_table(tmp_path):
         )
 
 
-def test_warns_of_rows_behind_whose_clock_is_not_restored(tmp_path):
-    tx, other = js.adam(SCHEDULE, **EXACT), js.adam(0.1)
-    params = {"table": jnp.ones((V, D))}
-    step = fast_jit(js.train_step(lambda params, ids: params["table"][ids].sum(), tx))
+PART = ["state/count", "state/mu", "state/nu", "state/clock/last"]
+
+
+@pytest.mark.parametrize("var_list", [["state"], PART], ids=["lazy", "part of the clock"])
+@pytest.mark.parametrize("bare", [False, True], ids=["dict", "array"])
+def test_warns_of_rows_behind_whose_clock_is_not_restored(var_list, bare, tmp_path):
+    tx, saver = js.adam(SCHEDULE, **EXACT), js.Saver(var_list)
+    params = jnp.ones((V, D)) if bare else {"table": jnp.ones((V, D))}
+    loss = lambda params, ids: (params if bare else params["table"])[ids].sum()  # noqa: E731
+    step = fast_jit(js.train_step(loss, tx))
+    other = {"state": (tx if var_list is PART else js.adam(0.1)).init(params)}
     params, state, _ = step(params, tx.init(params), jnp.array(LAST))
     params, state, _ = step(params, state, jnp.array([2]))
     path = js.Saver().save({"state": state}, tmp_path / "behind")
     with pytest.warns(UserWarning, match="rows are behind in state/clock") as seen:
-        js.Saver().restore(path, {"state": other.init(params)})
+        saver.restore(path, other)
     assert seen[0].filename == __file__ and len(seen) == 1
-    for same in (tx, js.adam(0.1, **EXACT)):  # pytest fails where it warns
-        js.Saver().restore(path, {"state": same.init(params)})
+    js.Saver().restore(path, {"state": state})  # pytest fails where it warns
     params, state = tx.flush(params, state)
     path = js.Saver().save({"state": state}, tmp_path / "flushed")
-    js.Saver().restore(path, {"state": other.init(params)})
+    saver.restore(path, other)
+    # A dense gradient moves all rows, and no row by itself.
+    params, state = tx.apply(params, state, params)
+    saver.restore(js.Saver().save({"state": state}, tmp_path / "dense"), other)
 
 
-def test_states_of_earlier_versions_are_refused(tmp_path):
-    """Which kept snapshots with every row, and numbers of a schedule's future."""
-    tx, params = js.adam(0.1, **EXACT), {"table": jnp.ones((V, D))}
-    state = tx.init(params)
-    clock = {"last": state.clock.last, "run": jnp.zeros(2)}
-    old = {"count": state.count, "mu": state.mu, "nu": state.nu, "clock": clock}
-    path = js.Saver().save({"state": old}, tmp_path / "old")
-    with pytest.raises(js.NotFoundError, match=r"earlier version.*flush.*import_state"):
-        js.Saver().restore(path, {"state": state})
+LINEAR = optax.linear_schedule(0.3, 0.05, 12)
+DECAY = {"weight_decay": 0.01}
 
 
-def test_another_rate_after_a_restore(tmp_path):
-    """Rows that are behind do the steps that they missed by the rates that these had."""
-    options = {"weight_decay": 0.1}
-    first, then = js.adamw(0.1, **options, **EXACT), js.adamw(SCHEDULE, **options, **EXACT)
-    batches = [[2, 7], [7, 9], [0, 2], [7, 7], [9, 1], [7, 0]]
-    loss = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
-    table, truth = jnp.ones((V, D)), jnp.ones((V, D))
-    state = first.init(table)
-    for ids in batches[:3]:
-        step = fast_jit(js.train_step(loss, first))
-        table, state, _ = step(table, state, jnp.array(ids))
-    path = js.Saver().save({"table": table, "state": state}, tmp_path / "m")
-    fresh = {"table": table, "state": then.init(table)}
-    restored = js.Saver().restore(path, fresh)
-    table, state = restored["table"], restored["state"]
-    for ids in batches[3:]:
-        step = fast_jit(js.train_step(loss, then))
-        table, state, _ = step(table, state, jnp.array(ids))
-    table, _ = then.flush(table, state)
-    dense = optax.adamw(lambda k: jnp.where(k < 3, 0.1, SCHEDULE(k)), **options)
-    moments = dense.init(truth)
-    for ids in batches:
-        grads = jax.grad(loss)(truth, jnp.array(ids))
-        updates, moments = dense.update(grads, moments, truth)
-        truth = optax.apply_updates(truth, updates)
-    np.testing.assert_allclose(table, truth, rtol=1e-5)
+@fast_jit
+def step_at(rate, *args):
+    return js.train_step(loss_of, js.adamw(rate, **DECAY, **EXACT))(*args)
+
+
+@pytest.mark.parametrize("later", [LINEAR, 0.02, [0.1, 0.03, 0.2, 0.03, 0.0, 0.1]])
+def test_rows_that_are_behind_go_on_at_other_rates(later, tmp_path):
+    """A schedule, a constant or an argument, to the numbers of dense Optax."""
+    rng = np.random.default_rng(3)
+    start = {"table": jnp.asarray(rng.normal(size=(V, D)), "f4")}
+    ids = rng.integers(0, V, (12, 3)).astype(np.int32)
+    ids[2:9] %= 5  # others wait
+    tx = js.adamw(SCHEDULE, **DECAY, **EXACT)
+    params, state, step = start, tx.init(start), fast_jit(js.train_step(loss_of, tx))
+    for batch in ids[:6]:
+        params, state, _ = step(params, state, batch)
+    assert (state.clock.last["table"] < 6).any()
+    path = js.Saver().save({"params": params, "state": state}, tmp_path / "m")
+    rates = later if isinstance(later, list) else [0.02] * 6
+    if callable(later):
+        rates = [later(count) for count in range(6, 12)]
+    tx = js.adamw(7.0 if isinstance(later, list) else later, **DECAY, **EXACT)
+    begun = {"params": start, "state": tx.init(start)}
+    params, state = js.Saver().restore(path, begun).values()
+    step = fast_jit(js.train_step(loss_of, tx))
+    for batch, rate in zip(ids[6:], rates, strict=True):
+        by_argument = isinstance(later, list)
+        args = params, state, batch
+        params, state, _ = step_at(rate, *args) if by_argument else step(*args)
+    found = tx.flush(params, state)[0]["table"]
+    rates = jnp.asarray([*map(SCHEDULE, range(6)), *rates])
+    dense = optax.adamw(lambda count: rates[count], **DECAY)
+    params, state = start, dense.init(start)
+    for batch in ids:
+        updates, state = dense.update(jax.grad(loss_of)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    moved = float(jnp.abs(params["table"] - start["table"]).max())
+    np.testing.assert_allclose(found, params["table"], rtol=0, atol=1e-5 * moved)
+
+
+# --- files of an earlier version ----------------------------------------------------------
+
+
+def with_snapshots(state):
+    """The names that the arrays of a state had."""
+    clock = {"last": state.clock.last, "run": np.zeros(2, np.float32)}
+    clock["snapshot"] = {"table": (np.zeros(V, np.float32),)}
+    return {"count": state.count, "mu": state.mu, "nu": state.nu, "clock": clock}
+
+
+OLD = r"keeps snapshots .* params, state = tx\.flush\(params, state\).*import_state\(tx, p"
+
+
+def test_a_file_with_snapshots_is_refused_with_what_to_type(tmp_path):
+    _, _, tree, _ = trained("adam")
+    old = with_snapshots(tree["state"])
+    path = js.Saver().save({"state": old}, tmp_path / "m")
+    with pytest.raises(js.NotFoundError, match=rf"holds no .*clock/log/0.*{OLD}"):
+        js.Saver().restore(path, {"state": tree["state"]})
+    with pytest.warns(UserWarning, match="rows are behind in state/clock"):
+        js.Saver().restore(path, {"state": js.adam(0.1).init(tree["params"])})
+    path = js.Saver().save({"state": {"count": 1}}, tmp_path / "m")
+    with pytest.raises(js.NotFoundError, match="holds no") as error:
+        js.Saver().restore(path, {"state": tree["state"]})
+    assert "import_state" not in str(error.value)
+
+
+def test_states_of_other_settings_do_not_fit(tmp_path):
+    _, _, tree, _ = trained("adam")
+    path = js.Saver().save({"state": tree["state"]}, tmp_path / "m")
+    decays = js.adamw(0.1, **EXACT).init(tree["params"])
+    with pytest.raises(js.InvalidArgumentError, match=r"log/0.*settings.*tx\.flush with"):
+        js.Saver().restore(path, {"state": decays})
+
+
+def test_a_pickled_clock_with_snapshots_is_refused():
+    tx, _, tree, _ = trained("adam")
+    old = with_snapshots(tree["state"])["clock"]
+    # What pickle does with the class as it is now.
+    clock = type(tree["state"].clock)(old["last"], old["snapshot"], old["run"], None)
+    state = tree["state"]._replace(clock=clock)
+    params, ids = tree["params"], {"table": jnp.array([1])}
+    grads = {"table": GRADIENT}
+    for call in (
+        lambda: tx.update(grads, state, params),
+        lambda: tx.apply(grads, state, params),
+        lambda: tx.catch_up(params, state, ids),
+        lambda: tx.peek(params, state, ids),
+        lambda: tx.flush(params, state),
+        lambda: jax.jit(tx.flush)(params, state),
+    ):
+        with pytest.raises(TypeError, match=OLD):
+            call()

@@ -154,8 +154,54 @@ def test_one_array_is_all():
     state = tx.init(table)
     new, after = resize_rows(tx, table, state, jnp.zeros((3, 2)), {"value": [1, -1, 0]})
     np.testing.assert_array_equal(new[:, 0], [1, 0, 1])
-    assert after.clock.log[0].shape == state.clock.log[0].shape
-    assert after.mu.shape == (3, 2)
+    assert after.clock.whole.shape == (1,) and after.mu.shape == (3, 2)
+
+
+def short_logs(monkeypatch, columns):
+    monkeypatch.setattr("jslices.optim.engine.clock.SHORTEST_LOG", columns)
+
+
+#: All rows move in every step, and a log may be short.
+SHORT = js.lion(0.01, weight_decay=0.1, **EXACT)
+
+
+def all_in_turn(change):
+    """A table after steps of its first row, with ``change(params, state)`` after each."""
+    params = start(40)
+    params, state = trained(SHORT, params, SHORT.init(params), range(40))
+    for _ in range(80):
+        params, state = change(*trained(SHORT, params, state, [0]))
+    return SHORT.flush(params, state)[0]["table"]
+
+
+def test_rows_whose_order_changes_do_not_fall_out_of_a_log(monkeypatch):
+    """Nor where the new state begins with a longer one, or a shorter."""
+    short_logs(monkeypatch, 16)
+    back = np.r_[0, np.arange(39, 0, -1)]
+    wanted, lengths = all_in_turn(lambda *now: now), iter((64, 16, 4) * 3)
+
+    def resized(params, state):
+        if int(state.count) % 11:  # seven times
+            return params, state
+        short_logs(monkeypatch, next(lengths))
+        params, state = resize_rows(SHORT, params, state, params, rows={"table": back})
+        assert state.clock.log[0].shape[1] == 16
+        return params, state
+
+    assert_close(all_in_turn(resized)[back], wanted)
+
+
+def test_other_rows_miss_no_step_where_rows_are_reset(monkeypatch):
+    short_logs(monkeypatch, 16)
+    rows, values = {"table": np.array([3]), "w": None}, {"table": 5.0, "w": None}
+
+    def reset(params, state):
+        return js.checkpoint.reset_rows(SHORT, params, state, rows, values)
+
+    found, wanted = all_in_turn(reset), all_in_turn(lambda *now: now)
+    others = np.arange(40) != 3
+    assert_close(found[others], wanted[others])
+    np.testing.assert_array_equal(found[3], 5.0)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

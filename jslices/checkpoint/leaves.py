@@ -385,7 +385,12 @@ def misfit(name: str, spec: Spec, template: Any, reshape: bool) -> str | None:
         return f"{saved}, but the dtype {target.dtype} is wanted; convert it afterwards"
     if spec.is_string or spec.shape == target.shape:
         return None
-    if len(spec.shape) == len(target.shape) > 0 and spec.shape[1:] == target.shape[1:]:
+    if "/clock/log/" in f"/{name}":
+        advice = (
+            "the settings of the exact optimizer are others: tx.flush with those that it "
+            "had, and jslices.checkpoint.export_state, then here import_state"
+        )
+    elif len(spec.shape) == len(target.shape) > 0 and spec.shape[1:] == target.shape[1:]:
         advice = (
             "for a table of more rows or fewer restore(path) without variables, and then "
             "js.checkpoint.resize_rows(tx, params, state, fresh)"

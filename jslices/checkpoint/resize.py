@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices import GradientTransformation, IndexedSlices, is_slices, mask_rows, row_major
-from jslices.checkpoint.state_walk import map_optimizer_states, optimizer_states, placed
-from jslices.checkpoint.trees import brief, listed, matching, named_leaves
+from jslices import GradientTransformation, is_slices, mask_rows, row_major
+from jslices.checkpoint.state_walk import placed
+from jslices.checkpoint.trees import brief, clocks_in, listed, matching, named_leaves
 from jslices.extend import (
     Params,
     PyTree,
@@ -23,10 +23,8 @@ from jslices.extend import (
     like_first,
     on_any_mesh,
     rows_at,
+    with_all_done,
 )
-
-#: What an optimizer keeps for all parameters together, in its clock.
-_OF_ALL = re.compile(r"(?:^|/)clock/(?:log/\d+|whole|key)$")
 
 
 class _Source(NamedTuple):
@@ -109,27 +107,20 @@ def resize_rows(
         )
     structure: Any = jax.tree.structure(fresh)
     owners = _owners(begin, new, structure)
+    for name, count in _counts_of_clocks(before).items():
+        begin[name] = with_all_done(begin[name], np.asarray(count))
     problems: list[str] = []
     resized_params = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
     ]
     resized_state = [
-        x
-        if is_slices(x)
-        else _as(before[n], x)  # a log of taller tables may have more columns, needlessly
-        if _OF_ALL.search(n)
-        else _resized(n, before[n], x, sources.get(owners[n]), problems)
+        x if is_slices(x) else _resized(n, before[n], x, sources.get(owners[n]), problems)
         for n, x in begin.items()
     ]
     if problems:
         raise ValueError(f"resize_rows: {listed(problems)}")
-    params = structure.unflatten(resized_params)
-    state = jax.tree.unflatten(jax.tree.structure(start, is_leaf=is_slices), resized_state)
-    ids = structure.unflatten(
-        _new_rows(sources[name], x.shape) if name in sources else None
-        for name, x in new.items()
-    )
-    return params, _with_clocks(state, tx, params, state, ids)
+    tree: Any = jax.tree.structure(start, is_leaf=is_slices)
+    return structure.unflatten(resized_params), tree.unflatten(resized_state)
 
 
 def reset_rows(
@@ -230,7 +221,7 @@ def _begun(
     begin = structure.unflatten(changes.get(n, (0, x))[1] for n, x in tables.items())
     old, start = _by_name(state), _by_name(jax.jit(tx.of_rows().init)(begin))
     _check_names("state", old, start, "tx.init(params) has", "reset_rows")
-    owners = _owners(old, tables, structure)
+    owners, counts = _owners(old, tables, structure), _counts_of_clocks(old)
 
     def begun(name: str, x: Any) -> Any:
         owner = owners[name]
@@ -239,6 +230,8 @@ def _begun(
         (ids, values), table, shape = changes[owner], tables[owner].shape, jnp.shape(x)
         if is_slices(x):
             return mask_rows(x, lambda at: ~jnp.isin(at, ids))
+        if name in counts:
+            return _with_rows(x, ids, with_all_done(rows_at(x, ids), counts[name]))
         by_row = table[0] not in (*shape[1:], *table[1:]) and shape[:1] == table[:1]
         fits = jnp.shape(start[name])[:1] == values.shape[:1]
         if fits and (by_row or shape == table):
@@ -251,9 +244,7 @@ def _begun(
         return x
 
     tree: Any = jax.tree.structure(state, is_leaf=is_slices)
-    new = tree.unflatten(begun(name, x) for name, x in old.items())
-    ids = structure.unflatten(changes[n][0] if n in changes else None for n in names)
-    state = _with_clocks(new, tx, params, state, ids)
+    state = tree.unflatten(begun(name, x) for name, x in old.items())
     params = structure.unflatten(
         _with_rows(x, *changes[n]) if n in changes else x for n, x in tables.items()
     )
@@ -351,7 +342,8 @@ def _owners(state: Iterable[str], params: Mapping[str, Any], tree: Any) -> dict[
     bare = next(iter(params)) if jax.tree_util.treedef_is_leaf(tree) else ""
     splits = {}
     for name in state:
-        parts = name.split("/") * (_OF_ALL.search(name) is None)
+        has_rows = not re.search("(?:^|/)clock/(?:whole|log|key)(?:/|$)", name)
+        parts = name.split("/") * has_rows
         pairs = [("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts))]
         splits[name] = [pair for pair in pairs if bare or pair[1] in params]
     count = collections.Counter(start for pairs in splits.values() for start, _ in pairs)
@@ -366,6 +358,8 @@ def _resized(
 ) -> Any:
     """``new`` with the values, or the rows, that ``old`` has; appends problems."""
     old_shape, new_shape = jnp.shape(old), jnp.shape(new)
+    if re.search(r"(?:^|/)clock/log/\d+$", name):  # which stays as long as it is
+        new_shape = *new_shape[:1], *old_shape[1:]
     before, after = _dtype(old), _dtype(new)
     axis = 0 if source is None else source.axis
     rows = slice(axis, axis + 1)
@@ -392,7 +386,7 @@ def _resized(
         rows_first[goes_on] = np.moveaxis(np.asarray(old), axis, 0)[source.rows[goes_on]]
         return placed(array, new)
     else:
-        return _as(old, new)
+        return old if _lies_as(old, new) else placed(old, new)
     return new
 
 
@@ -400,35 +394,16 @@ def _dtype(x: Any) -> Any:
     return getattr(x, "dtype", None) or jnp.asarray(x).dtype
 
 
-def _as(old: Any, new: Any) -> Any:
-    """An array, placed like the new one."""
-    both = isinstance(old, jax.Array) and isinstance(new, jax.Array)
-    if both and old.sharding.is_equivalent_to(new.sharding, old.ndim):
-        return old
-    return placed(old, new) if isinstance(new, jax.Array) else old
+def _lies_as(old: Any, new: Any) -> bool:
+    """True if an array is placed like the new one."""
+    if isinstance(old, jax.Array) and isinstance(new, jax.Array):
+        return old.sharding.is_equivalent_to(new.sharding, old.ndim)
+    return not isinstance(new, jax.Array)
 
 
-def _with_clocks(
-    new: State, tx: GradientTransformation, params: Params, state: State, ids: PyTree
-) -> State:
-    """``new`` with the clocks of ``state``, in which some rows have missed no step."""
-
-    @jax.jit  # which computes only the clocks
-    def clocks_of(params: Params, state: State, ids: PyTree) -> list[Any]:
-        if getattr(tx, "catches_up", False):
-            _, state = tx.catch_up(params, state, ids)
-        return [getattr(part, "clock", None) for part in optimizer_states(state)]
-
-    clocks = clocks_of(params, state, ids)
-    return map_optimizer_states(
-        lambda i, part: part if clocks[i] is None else part._replace(clock=clocks[i]), new
-    )
-
-
-def _new_rows(source: _Source, shape: tuple[int, ...]) -> Any:
-    """The rows that are new, as ``catch_up`` takes them; None without any."""
-    axes = source.axis + 1
-    numbers = np.flatnonzero(np.broadcast_to(source.rows < 0, shape[:axes]))
-    if axes == 1 or not numbers.size:
-        return numbers if numbers.size else None
-    return IndexedSlices(jnp.zeros((numbers.size, 0)), numbers, (*shape[:axes], 0), axes)
+def _counts_of_clocks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """For each array of last steps of rows, by its name, the steps of its optimizer."""
+    counts = {
+        f"{c}last{t}": c.removesuffix("clock/") + "count" for c, t, _ in clocks_in(state)
+    }
+    return {last: state[count] for last, count in counts.items() if count in state}

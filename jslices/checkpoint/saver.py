@@ -250,7 +250,7 @@ class Saver:
           DataLossError: if the base is damaged or has been overwritten.
 
         Cost: reads and writes the touched rows, and the variables that are saved whole; of
-        an exact optimizer also reads a number a row, here and in the base;
+        an exact optimizer also its log, and reads a number a row, here and in the base;
         with ``touched=None`` reads everything, and the base. A delta is always one file.
         """
         variables = trees.without_handles(variables)
@@ -363,7 +363,7 @@ class Saver:
           OSError: if another process has failed, or has died (``ConnectionError``).
 
         Warns of the state of an exact optimizer that is restored into one of a lazy
-        optimizer, or of one without its schedule, before its rows have caught up.
+        optimizer before its rows have caught up.
 
         Cost: at most the memory of one more table than is returned. Only the shards of a
         sharded array are read, and only these ``rows``, in chunks of 4 MiB.
@@ -430,14 +430,12 @@ class Saver:
         chosen = trees.choose(names, self._var_list, "the variables hold")
         missing = sorted(saved for saved in chosen if saved not in archive.specs)
         if missing:
-            text = (
+            old = any(re.search("(?:^|/)clock/(snapshot|run)", x) for x in archive.specs)
+            hint = f". {OLD_CLOCK}" if old else ""
+            raise NotFoundError(
                 f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
-                f"it holds {trees.brief(archive.specs)}"
+                f"it holds {trees.brief(archive.specs)}{hint}"
             )
-            is_old = any(
-                re.search(r"(?:^|/)clock/(?:run|snapshot)\b", x) for x in archive.specs
-            )
-            raise NotFoundError(text + f"; {OLD_CLOCK}" * is_old)
         saved_as = {name: saved for saved, name in chosen.items()}
         if rows is not None:
             archive.narrow(rows, saved_as)
@@ -526,8 +524,8 @@ def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
         if count not in restored or next(unread, None) is None:
             continue
         # Of an earlier version rows tell their steps alone.
-        as_whole = archive.read(whole, None)[number] if whole in archive.specs else -1
-        last, steps = archive.read(f"{clock}last{table}", None), archive.read(count, None)
+        as_whole = archive.read(whole)[number] if whole in archive.specs else -1
+        last, steps = archive.read(f"{clock}last{table}"), archive.read(count)
         if (steps_done(last, as_whole, steps) < steps).any():
             warnings.warn(
                 f"{archive.prefix}: rows are behind in {clock[:-1]}, of which not all is "

@@ -345,7 +345,8 @@ def _assigned(
 ) -> dict[int, Any]:
     """The slots of one parameter by the numbers of state arrays; appends problems."""
     if not slots:
-        return {}
+        begun = (array for array in arrays if array.field == "ema")
+        return {x.number: param.astype(x.value.dtype) for x in begun}
     rest = {name: _as_array(x) for name, x in slots.items() if name != "step"}
     assigned: dict[int, Any] = {}
     for array in arrays:

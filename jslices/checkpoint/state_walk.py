@@ -94,11 +94,16 @@ def has_rows_behind(part: Any) -> bool:
     return any((x < part.count).any() for x in done)
 
 
-def map_optimizer_states(change: Callable[[int, Any], Any], state: State) -> State:
-    leaves, tree = jax.tree.flatten(state, is_leaf=_is_optimizer_state)
-    states = iter(range(len(leaves)))
-    changed = [change(next(states), x) if _is_optimizer_state(x) else x for x in leaves]
-    return jax.tree.unflatten(tree, changed)
+def _with_logs(state: State, *of: State) -> State:
+    """``state`` with the logs ``of`` another one, or with empty ones."""
+    is_clock = lambda x: hasattr(x, "log")  # noqa: E731
+
+    def changed(x: Any, *of: Any) -> Any:
+        if not is_clock(x):
+            return x
+        return x._replace(log=of[0].log if of else tuple(y[:, :0] for y in x.log))
+
+    return jax.tree.map(changed, state, *of, is_leaf=is_clock)
 
 
 def after_empty_steps(
@@ -120,9 +125,9 @@ def after_empty_steps(
 
     @jax.jit
     def steps(state: State, params: Params, count: jax.Array) -> State:
-        state = lax.fori_loop(
-            0, count, lambda _, now: tx.update(nothing, now, params)[1], state
-        )
+        begin, one = _with_logs(state), lambda _, now: tx.update(nothing, now, params)[1]
+        # No row is behind then, so that a log need know nothing of these steps.
+        state = _with_logs(lax.fori_loop(0, count, one, begin), state)
         state = tx.flush(params, state)[1] if has_flush else state
         numbers, zero = itertools.count(), jnp.zeros(())
         return jax.tree.map(lambda x: zero if next(numbers) in replaced else x, state)

@@ -56,8 +56,8 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     saving and loading ``fit`` goes on where it was.
 
     The learning rate may be set, ``optimizer.learning_rate = 1e-4``, as callbacks do, and
-    nothing is compiled anew. Rows that are behind with ``untouched="exact"`` do the steps
-    that they missed at the rates that these had.
+    nothing is compiled anew. With ``untouched="exact"``, rows do each step that they missed
+    at the rate that it had.
 
     Args:
       tx: the function that makes the optimizer, such as ``js.adam``, or one of your own,
@@ -281,7 +281,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._rows.current = True
         whole = tuple(name for name, ids in rows.items() if ids is True)
         ids = self.by_path([None if ids is True else ids for ids in rows.values()])
-        args = self._rate(), ids, self.values(), self._state()
+        args = self._rate(), self.values(), self._state(), ids
         self._assign(*self._rows.caught_up(*args, whole=whole))
 
     def peek(self, rows: ByPath) -> ByPath:
@@ -303,8 +303,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         now = self.iterations.value
         if not (self.catches_up and self.built) or self._rows.flushed_at is now:
             return
-        args = self._rate(), self.values(), self._state()
-        self._assign(*self._rows.flushed(*args))
+        self._assign(*self._rows.flushed(self._rate(), self.values(), self._state()))
         self._rows.flushed_at, self._rows.current = now, True
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
@@ -320,7 +319,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                     variables[path].assign(jnp.copy(mean))
 
     def _caught_up(
-        self, rate: Rate, ids: ByPath, params: ByPath, state: State, whole: Paths
+        self, rate: Rate, params: ByPath, state: State, ids: ByPath, whole: Paths
     ) -> tuple[ByPath, State]:
         """``params`` and ``state`` with the rows ``ids`` up to date, all of ``whole``."""
         rows = self.by_path([True if k in whole else x for k, x in ids.items()])

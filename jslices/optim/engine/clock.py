@@ -31,12 +31,12 @@ _CYCLE = 1 << 30
 #: The mark of a frozen row that did no step.
 FROZEN = -1 - _CYCLE
 
-#: Said of a state that an earlier version of jslices made.
+#: What to do with a clock of the format before this one.
 OLD_CLOCK = (
-    "the clock is that of an earlier version of jslices, by whose rule its rows have to "
-    "catch up. There, type params, state = tx.flush(params, state), and save params and "
-    "slots = jslices.checkpoint.export_state(params, state); here, "
-    "jslices.checkpoint.import_state(tx, params, slots, count)"
+    "The state keeps snapshots of rows, of an earlier version of jslices: with that "
+    "version params, state = tx.flush(params, state), then save params, state.count and "
+    'slots = jslices.checkpoint.export_state(params, state, "keras"); here '
+    "state = jslices.checkpoint.import_state(tx, params, slots, count)"
 )
 
 
@@ -136,6 +136,12 @@ def steps_done(last: Any, whole: Any, count: Any) -> jax.Array:
     return last_done(last_steps(jnp.asarray(last), jnp.asarray(whole), count), count)
 
 
+def with_all_done(last: Any, count: Any) -> jax.Array:
+    """``last`` of rows that have done all ``count`` steps; held and frozen ones stay so."""
+    marks = jnp.where(never_moves(last), frozen(count), held(count))
+    return jnp.where(last < 0, marks, count)
+
+
 def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> State:
     """The state with every clock in it as ``change(clock, count)`` makes it."""
 
@@ -159,13 +165,9 @@ def by_row(clock: Clock, count: jax.Array) -> Clock:
 @functools.partial(jax.jit, inline=True)
 def flushed(clock: Clock, count: jax.Array) -> Clock:
     """The clock after all rows have caught up, whatever they did before."""
-
-    def mark(x: jax.Array) -> jax.Array:
-        moves = jnp.where(x < 0, held(count), count)
-        return jnp.where(never_moves(x), frozen(count), moves)
-
     clock = by_row(clock, count)
-    return clock._replace(last=jax.tree.map(mark, clock.last))
+    done = lambda x: with_all_done(x, count)  # noqa: E731
+    return clock._replace(last=jax.tree.map(done, clock.last))
 
 
 # --- Rows in turn -------------------------------------------------------------------------

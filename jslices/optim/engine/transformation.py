@@ -571,7 +571,7 @@ def check_state(state: State, state_type: type[State], names: Sequence[str]) -> 
             f"with {_listed(present)}: it was made by tx.init with other settings"
         )
     if hasattr(getattr(getattr(state, "clock", None), "log", None), "shape"):
-        raise TypeError(f"in this state {OLD_CLOCK}")  # unpickled: its fields were as many
+        raise TypeError(OLD_CLOCK)  # unpickled, as old ones had as many fields
 
 
 def check_fields(caller: str, state: State, state_type: type[State]) -> None:
