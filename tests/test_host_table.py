@@ -893,7 +893,11 @@ def test_rows_that_wait_longer_than_a_device_s_log(name, in_file, tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=atol)
 
 
-def trained_at_once(tx, loss, batches, height):
+def squares(table, ids):
+    return (table[ids] ** 2).sum()
+
+
+def trained_at_once(tx, loss, batches, shape=(V, D)):
     """What a dense optimizer of Optax makes of a table of ones."""
 
     def body(carry, ids):
@@ -901,7 +905,7 @@ def trained_at_once(tx, loss, batches, height):
         updates, state = tx.update(jax.grad(loss)(params, ids), state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    start = jnp.ones((height, D))
+    start = jnp.ones(shape)
     run = jax.jit(lambda *carry: jax.lax.scan(body, carry, jnp.array(batches))[0])
     return run(start, tx.init(start))[0]
 
@@ -920,8 +924,27 @@ def trained_from_host(table, tx, loss, batches, grad=js.grad):
 
 def test_a_dense_gradient_steps_the_fetched_rows_alone():
     tx, batches = js.adam(0.1, untouched="exact"), [[k % 3, 3 + k % 5] for k in range(12)]
-    loss = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
     table = js.HostTable((V, D), tx, init=1.0, size=2)
-    found = trained_from_host(table, tx, loss, batches, jax.grad)
-    wanted = trained_at_once(optax.adam(0.1), loss, batches, V)
+    found = trained_from_host(table, tx, squares, batches, jax.grad)
+    wanted = trained_at_once(optax.adam(0.1), squares, batches)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+EXACT_ADAM = js.adam(0.01, untouched="exact")
+
+
+@pytest.mark.parametrize(
+    "row, tx",
+    [
+        ((2, 3), EXACT_ADAM),
+        ((D,), js.optim.partition({"x": EXACT_ADAM, "y": EXACT_ADAM}, lambda _: "x")),
+        ((D,), js.optim.params_ema(EXACT_ADAM, 0.99)),
+    ],
+    ids=["rows of two axes", "partition", "params_ema"],
+)
+def test_rows_of_all_kinds_wait_longer_than_a_device_s_log(row, tx, tmp_path):
+    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(400)]
+    with js.HostTable((V, *row), tx, tmp_path / "table", init=1.0, size=2) as table:
+        found = trained_from_host(table, tx, squares, batches)
+    wanted = trained_at_once(optax.adam(0.01), squares, batches, (V, *row))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)

@@ -51,6 +51,18 @@ class Log(NamedTuple):
         return log
 
 
+def logs_among(fields: Sequence[Any], shared: Sequence[Any]) -> tuple[Log, ...]:
+    """The logs of steps of rows, by ``(name, dtype, shape)`` of what is kept."""
+    rows, values = ([name for name, *_ in part] for part in (fields, shared))
+    logs = []
+    for number, (name, _, shape) in enumerate(shared):
+        state, is_log, _ = f"/{name}".partition("/clock/log/")
+        count, last = (f"{state}/{x}"[1:] for x in ("count", "clock/last"))
+        if is_log and shape[0] and last in rows:  # not of no parameter
+            logs.append(Log(number, values.index(count), rows.index(last)))
+    return tuple(logs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The layout of the records of a table ``[V, *D]`` and its optimizer."""
@@ -86,14 +98,7 @@ class Layout:
 
     @functools.cached_property
     def logs(self) -> tuple[Log, ...]:
-        rows, shared = ([x.name for x in fields] for fields in (self.fields, self.shared))
-        logs = []
-        for number, field in enumerate(self.shared):
-            state, is_log, _ = f"/{field.name}".partition("/clock/log/")
-            if is_log and field.nbytes:
-                names = f"{state}/count"[1:], f"{state}/clock/last"[1:]
-                logs.append(Log(number, shared.index(names[0]), rows.index(names[1])))
-        return tuple(logs)
+        return logs_among(self.fields, self.shared)
 
     def column(self, words: np.ndarray, number: int) -> np.ndarray:
         """A field of records ``[n, words]`` in the memory of the host."""

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
-from jslices._host_table.layout import Layout
+from jslices._host_table.layout import Layout, logs_among
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
 
@@ -252,11 +252,8 @@ def offsets_in(head: bytes) -> Offsets:
     entries = _whole_pages(state + size + 1 + _MARK.size)
     entry = operator.index(about.get("entry", 0))
     first, shared = _whole_pages(entries + rows * entry), size - _DONE.itemsize
-    logs = tuple(
-        np.dtype(dtype).itemsize * operator.index(shape[0])
-        for name, dtype, shape in about["shared"]
-        if "/clock/log/" in f"/{name}" and shape[0]
-    )
+    in_logs = [about["shared"][x.number] for x in logs_among(about["fields"], about["shared"])]
+    logs = tuple(np.dtype(x).itemsize * operator.index(n) for _, x, (n, _) in in_logs)
     held = state, entries - _MARK.size, entries, entry, first, record, rows, shared
     return Offsets(*held, logs)
 

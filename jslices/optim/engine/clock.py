@@ -85,6 +85,8 @@ def with_columns(state: State, columns: Sequence[jax.Array]) -> State:
     left = iter(columns)
 
     def with_own(clock: Clock, count: jax.Array) -> Clock:
+        if not jax.tree.leaves(clock.last):  # of no parameter
+            return clock
         return clock._replace(own=tuple(next(left) if x.size else None for x in clock.log))
 
     return map_clocks(with_own, state)
