@@ -36,11 +36,17 @@ class Log(NamedTuple):
     steps: int  #: of the count of its steps, among these.
     last: int  #: of the field that is the last step of a row.
 
-    def columns(self, shared: Sequence[np.ndarray]) -> tuple[int, np.ndarray]:
-        """The first step that it knows, and the columns ``[n, lines]`` from there on."""
-        log, count = np.asarray(shared[self.number]), int(shared[self.steps])
-        first = max(0, count - log.shape[1] + 1)
-        return first, log[:, np.arange(first, count + 1) % log.shape[1]].T
+    def first(self, shared: Sequence[np.ndarray], steps: int = 0) -> int:
+        """The first step that it knows, or will know after more steps."""
+        return max(0, int(shared[self.steps]) + steps + 1 - shared[self.number].shape[1])
+
+    def columns(
+        self, shared: Sequence[np.ndarray], most: int | None = None
+    ) -> tuple[int, np.ndarray]:
+        """The first step, and the columns ``[n, lines]`` from there on."""
+        log, first = np.asarray(shared[self.number]), self.first(shared)
+        steps = np.arange(first, int(shared[self.steps]) + 1)[:most]
+        return first, log[:, steps % log.shape[1]].T
 
     def shortened(self, shared: Sequence[np.ndarray], length: int) -> np.ndarray:
         """The same log with the last columns only."""

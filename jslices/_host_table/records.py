@@ -129,6 +129,7 @@ class Records:
         self.shared = [x.copy() for x in shared]  #: the values that all rows share.
         self.done = np.zeros((), np.int64)  #: the number of the last write.
         self.has_init = np.zeros((), bool)  #: True if rows began by another value than 0.
+        self.keep_columns()
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -154,9 +155,13 @@ class Records:
             words = np.ascontiguousarray(words)
             array.view(record)[part.rows, 0] = words.view(record)[:, 0]
         self.set_shared(part.shared)
-        for log, mine in zip(self.logs, self.in_logs, strict=True):
-            self.put_columns(log, *mine.columns(part.shared[1:]))
+        self.keep_columns(1)  # that the next step forgets
         self.done[...] = part.number
+
+    def keep_columns(self, most: int | None = None) -> None:
+        """Write columns that are among the shared values to the logs of all steps."""
+        for log, mine in zip(self.logs, self.in_logs, strict=True):
+            self.put_columns(log, *mine.columns(self.shared[1:], most))
 
     def put_columns(self, log: np.ndarray, first: int, columns: np.ndarray) -> None:
         """Write columns of a log that follow one another; the oldest make room."""
@@ -202,6 +207,7 @@ def copy_records(source: Records, target: Records, rows: np.ndarray | None = Non
         known = min(int(source.shared[1 + mine.steps]) + 1, len(old))
         for block in row_blocks((known, *old.shape[1:]), old.itemsize):
             target.put(new, block.start, old[block])
+    target.keep_columns()
     target.has_init |= source.has_init
 
 
@@ -355,6 +361,8 @@ class FileRecords(Records):
         # ``in_progress`` is ``done``, or one more while a write goes on.
         mark: list[Any] = [((), np.dtype("?")), ((16,), np.dtype("u1")), ((), _DONE)]
         self.has_init, self.id, self.in_progress = _arrays(self._map, at, mark)
+        if writable:  # a step that was in the journal has kept none
+            self.keep_columns()
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
@@ -371,6 +379,9 @@ class FileRecords(Records):
                 part = self.entries[run.start * _BLOCK : run.stop * _BLOCK]
                 self.put(self.entries, run.start * _BLOCK, part)
             self._reserved[blocks] = True
+        for log, mine in zip(self.logs, self.in_logs, strict=True):
+            at = mine.first(self.shared[1:], 1) % len(log)
+            self.put(log, at, log[at : at + 1])
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number
