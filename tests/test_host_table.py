@@ -23,6 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jslices as js
+from jslices._host_table import records as storage
+from jslices.optim.engine import missed
 
 V, D = 40, 3
 
@@ -948,3 +950,22 @@ def test_rows_of_all_kinds_wait_longer_than_a_device_s_log(row, tx, tmp_path):
         found = trained_from_host(table, tx, squares, batches)
     wanted = trained_at_once(optax.adam(0.01), squares, batches, (V, *row))
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_means_of_lion_vanish_while_rows_wait(overlap, monkeypatch, tmp_path):
+    """Elements stop in steps that a row's own column of the log does not tell."""
+    for module in (missed, storage):
+        monkeypatch.setattr(module, "LONG_LOG", 64)
+    slopes, rate = jnp.array([[1e-35, 1e-36, 1]]), optax.cosine_decay_schedule(0.01, 600)
+    loss, tx = lambda x, ids: (x[ids] * slopes).sum(), js.lion(rate, untouched="exact")
+    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(600)]
+    options = {"init": 1.0, "size": 2, "overlap": overlap}
+    with js.HostTable((V, D), tx, tmp_path / "table", **options) as table:
+        trained_from_host(table, tx, loss, batches[:400])
+    with js.HostTable((V, D), tx, tmp_path / "table", **options) as table:
+        found = trained_from_host(table, tx, loss, [*batches[400:], [0, 4]])
+        table.catch_up()
+        np.testing.assert_array_equal(table.read(np.arange(V)), found)
+    wanted = trained_at_once(optax.lion(rate), loss, [*batches, [0, 4]])
+    np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5)

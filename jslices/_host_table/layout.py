@@ -48,6 +48,18 @@ class Log(NamedTuple):
         steps = np.arange(first, int(shared[self.steps]) + 1)[:most]
         return first, log[:, steps % log.shape[1]].T
 
+    def lengthened(
+        self, shared: Sequence[np.ndarray], log: np.ndarray, first: int
+    ) -> np.ndarray:
+        """The same log from this step on, with columns of that of all steps."""
+        count, (known, columns) = int(shared[self.steps]), self.columns(shared)
+        length = 1 << min(count - first, len(log) - 1).bit_length()
+        steps = np.arange(max(0, count + 1 - length), count + 1)
+        longer = np.zeros((columns.shape[1], length), columns.dtype)
+        longer[:, steps % length] = log[steps % len(log)].T
+        longer[:, np.arange(known, count + 1) % length] = columns.T
+        return longer
+
     def shortened(self, shared: Sequence[np.ndarray], length: int) -> np.ndarray:
         """The same log with the last columns only."""
         first, columns = self.columns(shared)

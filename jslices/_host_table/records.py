@@ -36,6 +36,7 @@ from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
 from jslices._host_table.layout import Layout, logs_among
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
+from jslices.extend import LONG_LOG
 
 PAGE = 4096
 #: The bytes of a description are at most so many.
@@ -181,6 +182,20 @@ class Records:
             found.append(columns)
         return tuple(found)
 
+    def waiting(self, layout: Layout, words: np.ndarray) -> tuple[np.ndarray, list[Any]]:
+        """Which records have waited longer than a long log, as they may take more columns
+        of it than their own; and the shared values with all of these columns."""
+        waits, shared = np.zeros(len(words), bool), list(self.shared[1:])
+        for log, mine in zip(self.logs, self.in_logs, strict=True):
+            if shared[mine.number].shape[1] >= LONG_LOG:
+                last = layout.column(words, mine.last).reshape(len(words), -1)
+                late = (last >= 0) & (last < mine.first(shared)) & (words[:, -1:] != 0)
+                if late.any():
+                    first = int(last[late].min())
+                    shared[mine.number] = mine.lengthened(shared, log, first)
+                    waits |= late.any(axis=1)
+        return np.flatnonzero(waits), shared
+
     def set_shared(self, shared: Sequence[np.ndarray]) -> None:
         for old, new in zip(self.shared, shared, strict=True):
             old[...] = new
@@ -258,8 +273,9 @@ def offsets_in(head: bytes) -> Offsets:
     entries = _whole_pages(state + size + 1 + _MARK.size)
     entry = operator.index(about.get("entry", 0))
     first, shared = _whole_pages(entries + rows * entry), size - _DONE.itemsize
-    in_logs = [about["shared"][x.number] for x in logs_among(about["fields"], about["shared"])]
-    logs = tuple(np.dtype(x).itemsize * operator.index(n) for _, x, (n, _) in in_logs)
+    in_logs = logs_among(about["fields"], values := about["shared"])
+    kinds = ((values[x.number][1], values[x.number][2][0]) for x in in_logs)
+    logs = tuple(np.dtype(dtype).itemsize * operator.index(n) for dtype, n in kinds)
     held = state, entries - _MARK.size, entries, entry, first, record, rows, shared
     return Offsets(*held, logs)
 
