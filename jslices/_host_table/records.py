@@ -47,6 +47,14 @@ _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
 #: Steps that a log knows. Those to come are a hole in the file, or memory that is not used.
 LOG_STEPS = 1 << 22
+#: Said of a file in which rows have snapshots.
+_OLD_CLOCK = (
+    "was made by an earlier version of jslices, by whose rule its rows have to catch up. "
+    "There, type table.catch_up(); rows = table.written_rows(); params, state = "
+    "table.fetch(rows)[0].unpack(), and save slots = jslices.checkpoint.export_state("
+    "params, state, 'torch') and table.steps; here, HostTable(..., a new path).write(rows, "
+    "params, jslices.checkpoint.import_state(tx, params, slots, steps))"
+)
 #: Entries for which room is made at a time.
 _BLOCK = 256
 
@@ -329,6 +337,8 @@ class FileForm:
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
             )
         if start[len(_MAGIC) :] != self.head[len(_MAGIC) :]:
+            if re.search(rb"\bclock/(run|snapshot)\b", start):
+                raise InvalidArgumentError(f"{path} {_OLD_CLOCK}")
             parts = [_parts(x[len(_MAGIC) :]) for x in (start, self.head)]
             common = {*parts[0]} & {*parts[1]}
             held, asked = (", ".join(x for x in of if x not in common) for of in parts)
