@@ -36,9 +36,9 @@ class Log(NamedTuple):
     steps: int  #: of the count of its steps, among these.
     last: int  #: of the field that is the last step of a row.
 
-    def first(self, shared: Sequence[np.ndarray], steps: int = 0) -> int:
-        """The first step that it knows, or will know after more steps."""
-        return max(0, int(shared[self.steps]) + steps + 1 - shared[self.number].shape[1])
+    def first(self, shared: Sequence[np.ndarray]) -> int:
+        """The first step that it knows."""
+        return max(0, int(shared[self.steps]) + 1 - shared[self.number].shape[1])
 
     def columns(
         self, shared: Sequence[np.ndarray], most: int | None = None

@@ -405,9 +405,11 @@ class FileRecords(Records):
                 part = self.entries[run.start * _BLOCK : run.stop * _BLOCK]
                 self.put(self.entries, run.start * _BLOCK, part)
             self._reserved[blocks] = True
-        for log, mine in zip(self.logs, self.in_logs, strict=True):
-            at = mine.first(self.shared[1:], 1) % len(log)
-            self.put(log, at, log[at : at + 1])
+        for number, mine in enumerate(self.in_logs):
+            # Columns are read before they are written, as rows that do not need them may.
+            step, size = int(self.shared[1 + mine.steps]) + 1, self.form.at.logs[number]
+            offset = self.form.at.log(number) + step % LOG_STEPS * size
+            self._file.write_at(offset, self._file.read_at(offset, size))
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number
