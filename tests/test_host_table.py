@@ -595,7 +595,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path):
             js.HostTable(shape, tx, path)
     assert path.read_bytes() == before
     path.write_bytes(before.replace(b'["count", "int32", []]', b'["clock/run", "f4", []]'))
-    with pytest.raises(js.InvalidArgumentError, match="earlier version .*catch_up"):
+    with pytest.raises(js.InvalidArgumentError, match=r"earlier version .*catch_up"):
         js.HostTable((V, D), exact, path)
 
 

@@ -38,7 +38,7 @@ NEGLIGIBLE = 2**-7
 #: Logarithm of a factor that is zero: nothing is left of a row, in float64 either.
 LOG_ZERO = -1e4
 #: So many columns has a log at least of which rows take more than one.
-LONG_LOG = 1 << 12
+LONG_LOG = 1 << 11
 #: The window has at most so many steps, each of which every step brings up to date.
 LONGEST_WINDOW = 1 << 18
 
@@ -83,7 +83,7 @@ class MissedSteps:
       average: the decay ``d`` of an average of the row, its last state array. Weight decay
         leaves ``average - pull * row`` alone, which fades by ``d`` a step: the pull is 1
         before the first step, then ``1 - d + d * pull / (1 - lr * weight_decay)``.
-      looks_on: whether ``advance`` takes ``without_first``, and so later columns of the log.
+      looks_on: whether ``advance`` takes ``without_first``, and so columns of later steps.
       panels: with the moments of :mod:`quadrature <jslices.optim.engine.quadrature>`, the
         ages that end its panels but the last. Rows get the nodes, not the moments.
       noise: of steps that add normal noise to all rows, its deviation for a learning rate
