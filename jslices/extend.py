@@ -75,6 +75,7 @@ from jslices.optim.engine.clock import short_logs as short_logs
 from jslices.optim.engine.clock import steps_done as steps_done
 from jslices.optim.engine.clock import with_all_done as with_all_done
 from jslices.optim.engine.clock import with_columns as with_columns
+from jslices.optim.engine.missed import LONG_LOG as LONG_LOG
 
 # The state of some rows of a table, for what goes by row numbers.
 from jslices.optim.engine.protocol import StateOfRows as StateOfRows

@@ -23,6 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jslices as js
+from jslices._host_table import records as storage
+from jslices.optim.engine import missed
 
 V, D = 40, 3
 
@@ -592,6 +594,9 @@ def test_other_files_are_refused_and_left_alone(tmp_path):
         with pytest.raises(js.InvalidArgumentError, match=f"holds a table with {differs}"):
             js.HostTable(shape, tx, path)
     assert path.read_bytes() == before
+    path.write_bytes(before.replace(b'["count", "int32", []]', b'["clock/run", "f4", []]'))
+    with pytest.raises(js.InvalidArgumentError, match=r"earlier version .*catch_up"):
+        js.HostTable((V, D), exact, path)
 
 
 def test_another_optimizer_than_the_last_time_is_said(tmp_path):
@@ -893,7 +898,11 @@ def test_rows_that_wait_longer_than_a_device_s_log(name, in_file, tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=atol)
 
 
-def trained_at_once(tx, loss, batches, height):
+def squares(table, ids):
+    return (table[ids] ** 2).sum()
+
+
+def trained_at_once(tx, loss, batches, shape=(V, D)):
     """What a dense optimizer of Optax makes of a table of ones."""
 
     def body(carry, ids):
@@ -901,7 +910,7 @@ def trained_at_once(tx, loss, batches, height):
         updates, state = tx.update(jax.grad(loss)(params, ids), state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    start = jnp.ones((height, D))
+    start = jnp.ones(shape)
     run = jax.jit(lambda *carry: jax.lax.scan(body, carry, jnp.array(batches))[0])
     return run(start, tx.init(start))[0]
 
@@ -920,8 +929,62 @@ def trained_from_host(table, tx, loss, batches, grad=js.grad):
 
 def test_a_dense_gradient_steps_the_fetched_rows_alone():
     tx, batches = js.adam(0.1, untouched="exact"), [[k % 3, 3 + k % 5] for k in range(12)]
-    loss = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
     table = js.HostTable((V, D), tx, init=1.0, size=2)
-    found = trained_from_host(table, tx, loss, batches, jax.grad)
-    wanted = trained_at_once(optax.adam(0.1), loss, batches, V)
+    found = trained_from_host(table, tx, squares, batches, jax.grad)
+    wanted = trained_at_once(optax.adam(0.1), squares, batches)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+EXACT_ADAM = js.adam(0.01, untouched="exact")
+
+
+@pytest.mark.parametrize(
+    "row, tx",
+    [
+        ((2, 3), EXACT_ADAM),
+        ((D,), js.optim.partition({"x": EXACT_ADAM, "y": EXACT_ADAM}, lambda _: "x")),
+        ((D,), js.optim.params_ema(EXACT_ADAM, 0.99)),
+    ],
+    ids=["rows of two axes", "partition", "params_ema"],
+)
+def test_rows_of_all_kinds_wait_longer_than_a_device_s_log(row, tx, tmp_path):
+    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(400)]
+    with js.HostTable((V, *row), tx, tmp_path / "table", init=1.0, size=2) as table:
+        found = trained_from_host(table, tx, squares, batches)
+    wanted = trained_at_once(optax.adam(0.01), squares, batches, (V, *row))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_means_of_lion_vanish_while_rows_wait(overlap, monkeypatch, tmp_path):
+    """Elements stop in steps that a row's own column of the log does not tell."""
+    for module in (missed, storage):
+        monkeypatch.setattr(module, "LONG_LOG", 64)
+    slopes, rate = jnp.array([[1e-35, 1e-36, 1]]), optax.cosine_decay_schedule(0.01, 600)
+    loss, tx = lambda x, ids: (x[ids] * slopes).sum(), js.lion(rate, untouched="exact")
+    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(600)]
+    options = {"init": 1.0, "size": 2, "overlap": overlap}
+    with js.HostTable((V, D), tx, tmp_path / "table", **options) as table:
+        trained_from_host(table, tx, loss, batches[:400])
+    with js.HostTable((V, D), tx, tmp_path / "table", **options) as table:
+        found = trained_from_host(table, tx, loss, [*batches[400:], [0, 4]])
+        table.catch_up()
+        np.testing.assert_array_equal(table.read(np.arange(V)), found)
+    wanted = trained_at_once(optax.lion(rate), loss, [*batches, [0, 4]])
+    np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5)
+
+
+def test_a_whole_step_of_an_exact_optimizer_names_no_other_rows():
+    """Its log is too short for rows in turn, which only a table in memory needs."""
+    tx = js.proximal_adagrad(0.1, l1_regularization_strength=0.01, untouched="exact")
+    tables = [js.HostTable((V, D), tx, init=1.0, size=2) for _ in range(2)]
+    batches = [[k % 3, 3 + k % 5] for k in range(6)]
+
+    @jax.jit
+    def step(rows, places):
+        return rows.pack(*js.train_step(squares, tx)(*rows.unpack(), places)[:2])
+
+    for ids in batches:
+        tables[0].store(step(*tables[0].fetch(ids)))
+    wanted = trained_from_host(tables[1], tx, squares, batches)
+    np.testing.assert_allclose(tables[0].read(np.arange(V)), wanted, rtol=1e-6)

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import jslices as js
+from jslices._host_table import records as storage
 
 V, D = 20, 3
 TX = js.sgd(0.5)
@@ -1152,3 +1153,38 @@ def test_a_step_of_two_tables_of_which_one_is_gone(two):
         except js.DataLossError as error:
             errors.append(str(error))
     assert errors and all("is not there: put it back" in error for error in errors)
+
+
+def test_killed_in_each_of_several_steps(tmp_path, monkeypatch):
+    """The journal has the shared values of a step, not the columns of its log."""
+    tx = js.proximal_adagrad(0.5, l1_regularization_strength=0.01, untouched="exact")
+    ones, apply = jax.numpy.ones((1, D)), storage.FileRecords.apply
+    ids = [[0, 1], [2], [2], [2], [2], [0, 1, 2]]
+
+    @jax.jit
+    def stepped(rows):
+        table, state = rows.unpack()
+        grads = js.IndexedSlices(ones, jax.numpy.zeros(1, int), table.shape)
+        return rows.pack(*tx.apply(grads, state, table))
+
+    def killed(records, part):
+        shutil.copytree(folder, folder.with_name(f"{k + 1}"))
+        apply(records, part)
+
+    folder, whole = tmp_path / "0", js.HostTable((V, D), tx, init=1.0, size=3)
+    folder.mkdir()
+    for k, rows in enumerate(ids):
+        whole.store(stepped(whole.fetch(rows)[0]))
+        with js.HostTable((V, D), tx, folder / "table", init=1.0, size=3) as table:
+            assert table.steps == k
+            monkeypatch.setattr(storage.FileRecords, "apply", killed)
+            table.store(stepped(table.fetch(rows)[0]))
+            monkeypatch.setattr(storage.FileRecords, "apply", apply)
+        folder = folder.with_name(f"{k + 1}")
+    with js.HostTable((V, D), tx, folder / "table", init=1.0) as table:
+        assert table.steps == len(ids)
+        np.testing.assert_array_equal(table.read(EVERY), whole.read(EVERY))
+        in_memory = js.HostTable((V, D), tx, init=1.0)
+        table.save(tmp_path / "saved")
+        in_memory.restore(tmp_path / "saved")
+        np.testing.assert_array_equal(in_memory.read(EVERY), whole.read(EVERY))

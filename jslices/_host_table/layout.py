@@ -36,11 +36,29 @@ class Log(NamedTuple):
     steps: int  #: of the count of its steps, among these.
     last: int  #: of the field that is the last step of a row.
 
-    def columns(self, shared: Sequence[np.ndarray]) -> tuple[int, np.ndarray]:
-        """The first step that it knows, and the columns ``[n, lines]`` from there on."""
-        log, count = np.asarray(shared[self.number]), int(shared[self.steps])
-        first = max(0, count - log.shape[1] + 1)
-        return first, log[:, np.arange(first, count + 1) % log.shape[1]].T
+    def first(self, shared: Sequence[np.ndarray]) -> int:
+        """The first step that it knows."""
+        return max(0, int(shared[self.steps]) + 1 - shared[self.number].shape[1])
+
+    def columns(
+        self, shared: Sequence[np.ndarray], most: int | None = None
+    ) -> tuple[int, np.ndarray]:
+        """The first step, and the columns ``[n, lines]`` from there on."""
+        log, first = np.asarray(shared[self.number]), self.first(shared)
+        steps = np.arange(first, int(shared[self.steps]) + 1)[:most]
+        return first, log[:, steps % log.shape[1]].T
+
+    def lengthened(
+        self, shared: Sequence[np.ndarray], log: np.ndarray, first: int
+    ) -> np.ndarray:
+        """The same log from this step on, with columns of that of all steps."""
+        count, (known, columns) = int(shared[self.steps]), self.columns(shared)
+        length = 1 << min(count - first, len(log) - 1).bit_length()
+        steps = np.arange(max(0, count + 1 - length), count + 1)
+        longer = np.zeros((columns.shape[1], length), columns.dtype)
+        longer[:, steps % length] = log[steps % len(log)].T
+        longer[:, np.arange(known, count + 1) % length] = columns.T
+        return longer
 
     def shortened(self, shared: Sequence[np.ndarray], length: int) -> np.ndarray:
         """The same log with the last columns only."""
@@ -49,6 +67,18 @@ class Log(NamedTuple):
         steps = np.arange(first, first + len(columns))[-length:]
         log[:, steps % length] = columns[-length:].T
         return log
+
+
+def logs_among(fields: Sequence[Any], shared: Sequence[Any]) -> tuple[Log, ...]:
+    """The logs of steps of rows, by ``(name, dtype, shape)`` of what is kept."""
+    rows, values = ([name for name, *_ in part] for part in (fields, shared))
+    logs = []
+    for number, (name, _, shape) in enumerate(shared):
+        state, is_log, _ = f"/{name}".partition("/clock/log/")
+        count, last = (f"{state}/{x}"[1:] for x in ("count", "clock/last"))
+        if is_log and shape[0] and last in rows:  # not of no parameter
+            logs.append(Log(number, values.index(count), rows.index(last)))
+    return tuple(logs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +116,7 @@ class Layout:
 
     @functools.cached_property
     def logs(self) -> tuple[Log, ...]:
-        rows, shared = ([x.name for x in fields] for fields in (self.fields, self.shared))
-        logs = []
-        for number, field in enumerate(self.shared):
-            state, is_log, _ = f"/{field.name}".partition("/clock/log/")
-            if is_log and field.nbytes:
-                names = f"{state}/count"[1:], f"{state}/clock/last"[1:]
-                logs.append(Log(number, shared.index(names[0]), rows.index(names[1])))
-        return tuple(logs)
+        return logs_among(self.fields, self.shared)
 
     def column(self, words: np.ndarray, number: int) -> np.ndarray:
         """A field of records ``[n, words]`` in the memory of the host."""

@@ -33,9 +33,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
-from jslices._host_table.layout import Layout
+from jslices._host_table.layout import Layout, logs_among
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
+from jslices.extend import LONG_LOG
 
 PAGE = 4096
 #: The bytes of a description are at most so many.
@@ -46,6 +47,14 @@ _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
 #: Steps that a log knows. Those to come are a hole in the file, or memory that is not used.
 LOG_STEPS = 1 << 22
+#: Said of a file in which rows have snapshots.
+_OLD_CLOCK = (
+    "was made by an earlier version of jslices, by whose rule its rows have to catch up. "
+    "There, type table.catch_up(); rows = table.written_rows(); params, state = "
+    "table.fetch(rows)[0].unpack(), and save slots = jslices.checkpoint.export_state("
+    "params, state, 'torch') and table.steps; here, HostTable(..., a new path).write(rows, "
+    "params, jslices.checkpoint.import_state(tx, params, slots, steps))"
+)
 #: Entries for which room is made at a time.
 _BLOCK = 256
 
@@ -129,6 +138,7 @@ class Records:
         self.shared = [x.copy() for x in shared]  #: the values that all rows share.
         self.done = np.zeros((), np.int64)  #: the number of the last write.
         self.has_init = np.zeros((), bool)  #: True if rows began by another value than 0.
+        self.keep_columns()
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -154,9 +164,13 @@ class Records:
             words = np.ascontiguousarray(words)
             array.view(record)[part.rows, 0] = words.view(record)[:, 0]
         self.set_shared(part.shared)
-        for log, mine in zip(self.logs, self.in_logs, strict=True):
-            self.put_columns(log, *mine.columns(part.shared[1:]))
+        self.keep_columns(1)  # that the next step forgets
         self.done[...] = part.number
+
+    def keep_columns(self, most: int | None = None) -> None:
+        """Write columns that are among the shared values to the logs of all steps."""
+        for log, mine in zip(self.logs, self.in_logs, strict=True):
+            self.put_columns(log, *mine.columns(self.shared[1:], most))
 
     def put_columns(self, log: np.ndarray, first: int, columns: np.ndarray) -> None:
         """Write columns of a log that follow one another; the oldest make room."""
@@ -175,6 +189,20 @@ class Records:
             columns[(last >= 0) & (count - last >= len(log))] = np.nan
             found.append(columns)
         return tuple(found)
+
+    def waiting(self, layout: Layout, words: np.ndarray) -> tuple[np.ndarray, list[Any]]:
+        """Which records have waited longer than a long log, as they may take more columns
+        of it than their own; and the shared values with all of these columns."""
+        waits, shared = np.zeros(len(words), bool), list(self.shared[1:])
+        for log, mine in zip(self.logs, self.in_logs, strict=True):
+            if shared[mine.number].shape[1] >= LONG_LOG:
+                last = layout.column(words, mine.last).reshape(len(words), -1)
+                late = (last >= 0) & (last < mine.first(shared)) & (words[:, -1:] != 0)
+                if late.any():
+                    first = int(last[late].min())
+                    shared[mine.number] = mine.lengthened(shared, log, first)
+                    waits |= late.any(axis=1)
+        return np.flatnonzero(waits), shared
 
     def set_shared(self, shared: Sequence[np.ndarray]) -> None:
         for old, new in zip(self.shared, shared, strict=True):
@@ -202,6 +230,7 @@ def copy_records(source: Records, target: Records, rows: np.ndarray | None = Non
         known = min(int(source.shared[1 + mine.steps]) + 1, len(old))
         for block in row_blocks((known, *old.shape[1:]), old.itemsize):
             target.put(new, block.start, old[block])
+    target.keep_columns()
     target.has_init |= source.has_init
 
 
@@ -252,11 +281,9 @@ def offsets_in(head: bytes) -> Offsets:
     entries = _whole_pages(state + size + 1 + _MARK.size)
     entry = operator.index(about.get("entry", 0))
     first, shared = _whole_pages(entries + rows * entry), size - _DONE.itemsize
-    logs = tuple(
-        np.dtype(dtype).itemsize * operator.index(shape[0])
-        for name, dtype, shape in about["shared"]
-        if "/clock/log/" in f"/{name}" and shape[0]
-    )
+    in_logs = logs_among(about["fields"], values := about["shared"])
+    kinds = ((values[x.number][1], values[x.number][2][0]) for x in in_logs)
+    logs = tuple(np.dtype(dtype).itemsize * operator.index(n) for dtype, n in kinds)
     held = state, entries - _MARK.size, entries, entry, first, record, rows, shared
     return Offsets(*held, logs)
 
@@ -310,6 +337,8 @@ class FileForm:
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
             )
         if start[len(_MAGIC) :] != self.head[len(_MAGIC) :]:
+            if re.search(rb"\bclock/(run|snapshot)\b", start):
+                raise InvalidArgumentError(f"{path} {_OLD_CLOCK}")
             parts = [_parts(x[len(_MAGIC) :]) for x in (start, self.head)]
             common = {*parts[0]} & {*parts[1]}
             held, asked = (", ".join(x for x in of if x not in common) for of in parts)
@@ -358,6 +387,8 @@ class FileRecords(Records):
         # ``in_progress`` is ``done``, or one more while a write goes on.
         mark: list[Any] = [((), np.dtype("?")), ((16,), np.dtype("u1")), ((), _DONE)]
         self.has_init, self.id, self.in_progress = _arrays(self._map, at, mark)
+        if writable:  # a step that was in the journal has kept none
+            self.keep_columns()
 
     def renew(self) -> None:
         """Give the file a new id, so that journals of before are not its own."""
@@ -374,6 +405,11 @@ class FileRecords(Records):
                 part = self.entries[run.start * _BLOCK : run.stop * _BLOCK]
                 self.put(self.entries, run.start * _BLOCK, part)
             self._reserved[blocks] = True
+        for number, mine in enumerate(self.in_logs):
+            # Columns are read before they are written, as rows that do not need them may.
+            step, size = int(self.shared[1 + mine.steps]) + 1, self.form.at.logs[number]
+            offset = self.form.at.log(number) + step % LOG_STEPS * size
+            self._file.write_at(offset, self._file.read_at(offset, size))
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number

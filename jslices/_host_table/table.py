@@ -336,6 +336,12 @@ class HostTable(Journaled):
     def _read_into(self, words: np.ndarray, numbers: np.ndarray, fresh: Any = 0) -> None:
         """Read the records of some rows, initializing those that are new or fresh."""
         np.take(self._records.array, numbers, axis=0, out=words, mode="clip")
+        waiting, shared = self._records.waiting(self._layout, words)
+        if len(waiting):
+            room = arguments.power_of_two(len(waiting)), words.shape[1]
+            rows = self._rows_of(np.resize(words[waiting], room), numbers[waiting])
+            rows = dataclasses.replace(rows, shared=tuple(shared), columns=())
+            words[waiting] = self._caught_up(rows)[: len(waiting)]
         new = np.flatnonzero((words[:, -1] == 0) | fresh)
         if len(new):  # if they begin with the same number, the first is enough
             if self._records.has_init and not callable(self._init) and not self._init:
@@ -402,11 +408,15 @@ class HostTable(Journaled):
         blocks = list(row_blocks((len(rows), array.shape[1]), array.itemsize))
         for part in blocks:  # all of them of the size of the first: one is compiled
             words = np.zeros((blocks[0].stop, array.shape[1]), array.dtype)
-            words[: part.stop - part.start] = array[rows[part]]
-            steps = np.int32(self._records.shared[0] % 2**31)
-            _, later = on_device.caught_up(self._rows_of(words, rows[part]), steps)
-            words = np.asarray(later.words)[: part.stop - part.start]
+            here = slice(part.stop - part.start)
+            self._read_into(words[here], rows[part])
+            words = self._caught_up(self._rows_of(words, rows[part]))[here]
             self._write(rows[part], words, self._records.shared)
+
+    def _caught_up(self, rows: HostRows) -> np.ndarray:
+        """The records of rows after their missed steps."""
+        steps = np.int32(self._records.shared[0] % 2**31)
+        return np.asarray(on_device.caught_up(rows, steps)[1].words)
 
     @one_at_a_time
     def written_rows(self) -> np.ndarray:

@@ -118,7 +118,9 @@ def lion(
                 far = jnp.where(rate == 0, far, shrinks)
             return missed.decay * p - far * jnp.sign(b1 * mu), faded(b2, missed, mu)
 
-        return MissedSteps(advance, learning_rate, (), rate, keeps_rates=True)
+        return MissedSteps(
+            advance, learning_rate, (), rate, keeps_rates=True, looks_on=exact
+        )
 
     return transformation(LionState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)
 

@@ -418,13 +418,13 @@ def small_caught_up(
     ``arrays`` are ``[p, *state, last]``, ``whole`` their last steps as a whole. There are
     none in arrays that each step moves as a whole, so one branch is for all of them, and
     their numbers are one vector's: XLA compiles these as slowly as the rest. ``own`` are
-    the columns ``[V, lines]`` of the rows of a single array that bring them along.
+    the columns ``[*V, lines]`` of the rows of a single array that bring them along.
     """
     lasts = [last_steps(x[-1], n, count) for x, n in zip(arrays, whole, strict=True)]
     last = jnp.concatenate([x.reshape(-1) for x in lasts])
 
     def every_row(arrays: Sequence[Sequence[jax.Array]]) -> list[Arrays]:
-        columns = () if own is None else tuple(own.T)
+        columns = () if own is None else tuple(own.reshape(-1, own.shape[-1]).T)
         waited, at = waited_of(steps, count, log, last, columns), 0
         new: list[Arrays] = []
         for (p, *state), mine in zip(arrays, lasts, strict=True):

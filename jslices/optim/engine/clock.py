@@ -85,6 +85,8 @@ def with_columns(state: State, columns: Sequence[jax.Array]) -> State:
     left = iter(columns)
 
     def with_own(clock: Clock, count: jax.Array) -> Clock:
+        if not jax.tree.leaves(clock.last):  # of no parameter
+            return clock
         return clock._replace(own=tuple(next(left) if x.size else None for x in clock.log))
 
     return map_clocks(with_own, state)
@@ -182,8 +184,10 @@ def with_rows_in_turn(
     Each step names about ``2 * V / L`` more, with values of zeros; on a mesh each device as
     many of its own. A row comes twice while a log lasts, as tables may be resized, or split
     otherwise, and the order of rows changes. Rows that do not move need no log, and stay as
-    they are.
+    they are. A short log is one of rows that a host keeps, with the log of all steps.
     """
+    if columns < SHORTEST_LOG:
+        return rows
     period = (columns - 1) // 2
 
     def local(rows: IndexedSlices, last: jax.Array, count: jax.Array) -> IndexedSlices:

@@ -37,6 +37,8 @@ from jslices.optim.engine.rule import next_count, per_row, value_at, weight_seen
 NEGLIGIBLE = 2**-7
 #: Logarithm of a factor that is zero: nothing is left of a row, in float64 either.
 LOG_ZERO = -1e4
+#: So many columns has a log at least of which rows take more than one.
+LONG_LOG = 1 << 11
 #: The window has at most so many steps, each of which every step brings up to date.
 LONGEST_WINDOW = 1 << 18
 
@@ -81,6 +83,7 @@ class MissedSteps:
       average: the decay ``d`` of an average of the row, its last state array. Weight decay
         leaves ``average - pull * row`` alone, which fades by ``d`` a step: the pull is 1
         before the first step, then ``1 - d + d * pull / (1 - lr * weight_decay)``.
+      looks_on: whether ``advance`` takes ``without_first``, and so columns of later steps.
       panels: with the moments of :mod:`quadrature <jslices.optim.engine.quadrature>`, the
         ages that end its panels but the last. Rows get the nodes, not the moments.
       noise: of steps that add normal noise to all rows, its deviation for a learning rate
@@ -93,6 +96,7 @@ class MissedSteps:
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
     keeps_rates: bool = False
+    looks_on: bool = False
     panels: tuple[int, ...] | None = None
     noise: tuple[float, jax.Array] | None = None
     average: float | None = None
@@ -153,7 +157,7 @@ class MissedSteps:
         lines = self._lines
         if not lines["pull"].stop:
             return jnp.zeros((0, 1), dtype)
-        columns = max(columns, 2 * self._block(dtype))
+        columns = max(columns, 2 * self._block(dtype), LONG_LOG * self.looks_on)
         log = jnp.zeros((lines["pull"].stop, 1 << (columns - 1).bit_length()), dtype)
         signs = range(lines["decay"].start + 2, lines["end"].stop, 3)
         return log.at[
