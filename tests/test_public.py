@@ -160,6 +160,8 @@ PRIVATE = {
     "test_train_step.py": "runs on a CPU what is traced for a TPU",
     "test_row_loops.py": "reads rows by other means for some lengths of rows alone",
     "test_satellites.py": "an example of what it refuses",
+    "test_host_table.py": "logs of few steps, which a run of seconds fills",
+    "test_host_table_faults.py": "a log of few steps, and a full disk as it is written",
 }
 
 

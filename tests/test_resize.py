@@ -162,7 +162,7 @@ def short_logs(monkeypatch, columns):
 
 
 #: All rows move in every step, and a log may be short.
-SHORT = js.lion(0.01, weight_decay=0.1, **EXACT)
+SHORT = js.adamw(0.01, weight_decay=0.1, weight_decay_mode="all")
 
 
 def all_in_turn(change):
