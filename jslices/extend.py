@@ -18,6 +18,12 @@ from jslices._densify import warn_at_line as warn_at_line
 # The command that installs an optional part.
 from jslices._install import install_command as install_command
 
+# The values of a pytree prefix for each leaf.
+from jslices._jax import broadcast_prefix as broadcast_prefix
+
+# What `explain` returns.
+from jslices._grad.explain import Explanation as Explanation
+
 # Whether an operator of a JAX array asks for `__jax_array__`, and could wait.
 from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operator
 
@@ -64,6 +70,11 @@ from jslices._slices import rows_at as rows_at
 from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
+
+# Parameters in boxes of Flax, and out of them.
+from jslices.optim.engine.boxes import boxed_as as boxed_as
+from jslices.optim.engine.boxes import is_box as is_box
+from jslices.optim.engine.boxes import unboxed as unboxed
 
 # The last steps of rows, from the clock of an exact optimizer.
 from jslices.optim.engine.clock import OLD_CLOCK as OLD_CLOCK

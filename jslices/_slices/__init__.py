@@ -12,3 +12,4 @@ from jslices._slices.slices import deduplicated as deduplicated
 from jslices._slices.slices import is_slices as is_slices
 from jslices._slices.slices import rows_at as rows_at
 from jslices._slices.slices import slices_of as slices_of
+from jslices._slices.stacked import Stacked as Stacked

@@ -1,12 +1,4 @@
-"""Many tables of one row shape in one array: one lookup, one sort, one step for all.
-
-A model that looks up 26 arrays has to compile 26 lookups, sorts and steps. Here the tables
-are stacked in one array ``[V, *D]``, a parameter like any other for optimizers, clipping,
-``exchange=`` and checkpoints. :class:`StackedTables` knows which rows belong to which
-table. Import it by itself::
-
-    from jslices.tables import StackedTables
-"""
+"""One array of many tables, and whose rows are whose."""
 
 import dataclasses
 import math
@@ -142,13 +134,16 @@ class StackedTables:
             arrays[name] = initializer[name](own_key, (size, *self.row_shape), dtype)
         return self.stack(arrays)
 
-    def stack(self, arrays: Mapping[str, ArrayLike]) -> jax.Array:
+    def stack(self, arrays: Mapping[str, Any]) -> Any:
         """One array ``[V, ...]`` of an array ``[V_t, ...]`` for each table, by name.
 
         The arrays are tables, or an optimizer's state for their rows. Rows added for
-        devices are zero. Raises InvalidArgumentError for other names or heights.
+        devices are zero. Or all are IndexedSlices, and so is the result: their entries one
+        after another. Raises InvalidArgumentError for other names or heights.
         """
         self._check_names(arrays, "stack", all_of_them=True)
+        if all(isinstance(x, js.IndexedSlices) for x in arrays.values()):
+            return self._stack_slices(arrays)
         parts = [jnp.asarray(arrays[name]) for name in self.names]
         heights = tuple(part.shape[0] if part.ndim else 0 for part in parts)
         if heights != self.sizes or len({part.shape[1:] for part in parts}) > 1:
@@ -157,14 +152,36 @@ class StackedTables:
         rest = (self.num_rows - sum(self.sizes), *parts[0].shape[1:])
         return jnp.concatenate([*parts, jnp.zeros(rest, parts[0].dtype)])
 
-    def split(self, stacked: jax.Array) -> dict[str, jax.Array]:
+    def split(self, stacked: Any) -> dict[str, Any]:
         """The inverse of :meth:`stack`: an array ``[V_t, ...]`` for each table, by name.
 
-        For checkpoints and export: a file then depends on names, not on offsets.
+        For checkpoints and export: a file then depends on names, not on offsets. Or, of
+        IndexedSlices ``[V, ...]``, IndexedSlices for each table, all with the same values:
+        entries of other tables are out of range.
         """
         self._check_stacked(stacked, "split")
         spans = self._spans.items()
-        return {name: stacked[first : first + size] for name, (first, size) in spans}
+        if not isinstance(stacked, js.IndexedSlices):
+            return {name: stacked[first : first + size] for name, (first, size) in spans}
+        rows, shape = stacked.indices, stacked.dense_shape[1:]
+        parts = {}
+        for name, (first, size) in spans:
+            inside = (rows >= first) & (rows < first + size)
+            own = jnp.where(inside, rows - first, size)
+            parts[name] = js.IndexedSlices(stacked.values, own, (size, *shape))
+        return parts
+
+    def _stack_slices(self, parts: Mapping[str, js.IndexedSlices]) -> js.IndexedSlices:
+        spans = {name: (span, parts[name]) for name, span in self._spans.items()}
+        if any(x.shape != (size, *self.row_shape) for (_, size), x in spans.values()):
+            shapes = {name: x.shape for name, x in parts.items()}
+            raise js.InvalidArgumentError(f"stack wants slices for {self}, got {shapes}")
+        rows = [
+            self._settled_rows(x.indices, size, first, "drop")
+            for (first, size), x in spans.values()
+        ]
+        values = jnp.concatenate([x.values for _, x in spans.values()])
+        return js.IndexedSlices(values, jnp.concatenate(rows), self.shape)
 
     def rows_of(self, old: "StackedTables") -> np.ndarray:
         """For each row here its number in ``old``, -1 for new ones: ``[V]``.
