@@ -9,11 +9,17 @@ host memory, TensorFlow's names, Keras) need beyond that.
 from jslices._arguments import Number as Number
 from jslices._arguments import OneOf as OneOf
 
+# The line of the user's program that is running.
+from jslices._densify import current_user_line as current_user_line
+
 # Sizes in messages: "1.5 GiB".
 from jslices._densify import human_bytes as human_bytes
 
 # Warns at the user's line, a DensificationWarning if no other category is passed.
 from jslices._densify import warn_at_line as warn_at_line
+
+# What `explain` returns.
+from jslices._grad.explain import Explanation as Explanation
 
 # The command that installs an optional part.
 from jslices._install import install_command as install_command
@@ -21,14 +27,17 @@ from jslices._install import install_command as install_command
 # The values of a pytree prefix for each leaf.
 from jslices._jax import broadcast_prefix as broadcast_prefix
 
-# What `explain` returns.
-from jslices._grad.explain import Explanation as Explanation
-
 # Whether an operator of a JAX array asks for `__jax_array__`, and could wait.
 from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operator
 
 # Bags of ids in any of the forms that `embedding_lookup_sparse` takes.
 from jslices._lookup.bags import as_bags as as_bags
+
+# Plain `jax.grad` of a table that is marked warns of the dense gradient.
+from jslices._lookup.mark import mark_table as mark_table
+
+# The mesh of an array on Explicit axes.
+from jslices._place.boundary import explicit_mesh as explicit_mesh
 
 # Lets a function that is written for one device take arrays on Explicit axes, and the types
 # of its results there where these are split as the first argument is.
@@ -56,6 +65,9 @@ from jslices._rows.rounding import round_rows as round_rows
 # A sort of row numbers that is fast on every platform; the dtype in which rows are summed.
 from jslices._rows.sums import sort_ids as sort_ids
 from jslices._rows.sums import sum_dtype as sum_dtype
+
+# Parameters of which many tables are in one array.
+from jslices._slices import Stacked as Stacked
 
 # Refuses slices that a foreign tree.map has changed.
 from jslices._slices import check_slices as check_slices

@@ -396,7 +396,8 @@ def describe_leaves(
 def _fill_prefix(prefix: PyTree, tree: PyTree) -> PyTree:
     """``prefix`` with None for what its dicts do not name."""
     if isinstance(prefix, tuple) and isinstance(tree, tuple) and len(prefix) == len(tree):
-        return tuple(map(_fill_prefix, prefix, tree))
+        filled = map(_fill_prefix, prefix, tree)
+        return type(prefix)(*filled) if hasattr(prefix, "_fields") else tuple(filled)
     if not isinstance(prefix, dict) or not isinstance(tree, dict) or prefix.keys() - tree:
         return prefix
     return {key: _fill_prefix(prefix.get(key), tree[key]) for key in tree}

@@ -157,7 +157,7 @@ def read_rows(
         refuse_bad_ids(original, count, caller, "ids", exempt)
     line = current_user_line()
     if jnp.issubdtype(tables[0].dtype, jnp.inexact):
-        tables = [mark_table(table, ids.size, line) for table in tables]
+        tables = [mark_table(x, line, "embedding_lookup", ids.size) for x in tables]
     rows = _read(tables, ids, keep, strategy=strategy, mode=mode, count=count)
     if max_norm is None:
         return rows

@@ -14,7 +14,9 @@ from jslices._place.hints import hinted
 dense_is_intended = contextvars.ContextVar("jslices_dense_is_intended", default=False)
 
 
-def mark_table(table: jax.Array, num_ids: int, line: UserLine) -> jax.Array:
+def mark_table(
+    table: jax.Array, line: UserLine, caller: str, num_ids: int | None = None
+) -> jax.Array:
     """``table`` unchanged, but marked: a dense gradient of it warns and names ``line``.
 
     Only plain ``jax.grad`` ever transposes the mark, and the warning says what that costs.
@@ -22,16 +24,19 @@ def mark_table(table: jax.Array, num_ids: int, line: UserLine) -> jax.Array:
     primitive and not a ``custom_vjp``, so that ``jvp``, ``linearize`` and ``hessian`` go
     through it as through any indexing.
     """
-    return mark_p.bind(table, num_ids=num_ids, line=line)
+    return mark_p.bind(table, line=line, caller=caller, num_ids=num_ids)
 
 
-def _transpose(cotangent: Any, table: Any, *, num_ids: int, line: UserLine) -> tuple[Any]:
+def _transpose(
+    cotangent: Any, table: Any, *, line: UserLine, caller: str, num_ids: int | None
+) -> tuple[Any]:
     if not isinstance(cotangent, ad.Zero) and not dense_is_intended.get():
         size = human_bytes(cotangent.size * cotangent.dtype.itemsize)
+        few = "" if num_ids is None else f", although {num_ids} rows were looked up"
         warn_at_line(
             f"jax.grad gives the table {cotangent.dtype}{list(cotangent.shape)} of this "
-            f"embedding_lookup a dense gradient of {size}, although {num_ids} rows were "
-            "looked up; jslices.grad and jslices.value_and_grad give those rows only",
+            f"{caller} a dense gradient of {size}{few}; jslices.grad and "
+            "jslices.value_and_grad give those rows only that are looked up",
             line,
         )
         hinted.add(("dense", cotangent.shape))

@@ -3,13 +3,14 @@
 On a CPU under Linux the memory of temporaries can stay from one step to the next.
 """
 
+import collections
 import ctypes
 import math
 import os
 import platform
 import re
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +41,8 @@ LANES = 128
 SPARSE_CORES = {"TPU v5", "TPU v6 lite", "TPU7x"}
 #: Smaller tables, in numbers with the padding, XLA may move into fast memory.
 LARGE_TABLE = 2**25
+#: So many tables of one row shape take several times as long to compile as one array.
+MANY_TABLES = 8
 #: If 1 in the environment, the import of jslices calls :func:`keep_memory`.
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
@@ -54,7 +57,9 @@ class PerformanceHint(UserWarning):
 
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
     faster, once for each table for which :func:`jslices.row_major`, other sizes or
-    :func:`jslices.grad` would help, and once for exact steps that write their rows twice.
+    :func:`jslices.grad` would help, once for each row shape of eight tables or more that
+    :func:`jslices.tables.stack_tables` would put in one array, and once for exact steps
+    that write their rows twice.
     Silence it: ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
     """
 
@@ -65,6 +70,21 @@ def hint_once(what: Hashable, message: str) -> None:
         return
     hinted.add(what)
     warn_at_line(message, category=PerformanceHint)
+
+
+def hint_many_tables(tables: Iterable[tuple[tuple[int, ...], str]]) -> None:
+    """Hints, once for each row shape and dtype, at what many tables of it take to compile."""
+    for (row, dtype), count in collections.Counter(tables).items():
+        if count >= MANY_TABLES:
+            shape = ", ".join(map(str, ("V", *row)))
+            hint_once(
+                ("tables", row, dtype),
+                f"a step of {count} tables {dtype}[{shape}] compiles a lookup, a sort and "
+                "a step for each of them, which takes minutes on a GPU. In one array they "
+                "are one: stacked, unstack = jslices.tables.stack_tables(params, "
+                "jslices.explain(loss)(params, *batch)), then train lambda p, *batch: "
+                "loss(unstack(p), *batch) with the parameters stacked",
+            )
 
 
 def keep_memory() -> None:

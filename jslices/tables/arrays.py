@@ -162,6 +162,13 @@ class StackedTables:
         self._check_stacked(stacked, "split")
         spans = self._spans.items()
         if not isinstance(stacked, js.IndexedSlices):
+            kind = jax.typeof(stacked)
+            if extend.explicit_mesh(kind) is not None and kind.sharding.spec[0] is not None:
+                raise js.InvalidArgumentError(
+                    "split wants an array whose rows are not split over the Explicit axis "
+                    f"{kind.sharding.spec[0]!r}: look up tables.rows(ids, name), or make "
+                    "the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
+                )
             return {name: stacked[first : first + size] for name, (first, size) in spans}
         rows, shape = stacked.indices, stacked.dense_shape[1:]
         parts = {}

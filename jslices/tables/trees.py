@@ -1,6 +1,5 @@
 """The tables of any model in one array for each row shape, and back."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,8 +9,7 @@ import numpy as np
 
 import jslices as js
 from jslices import extend
-from jslices._slices import Stacked as Stacked
-from jslices._typing import Params, PyTree
+from jslices.extend import Params, PyTree, Stacked
 from jslices.tables.arrays import StackedTables
 
 T = TypeVar("T")
@@ -75,7 +73,9 @@ def stack_tables(
     arrays = [extend.unboxed(x) for x in boxes]
     names = [jax.tree_util.keystr(x, simple=True, separator=".") for x, _ in leaves]
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, (label, x) in enumerate(zip(_labels(where, params, arrays), arrays, strict=True)):
+    for i, (label, x) in enumerate(
+        zip(_labels(where, params, arrays), arrays, strict=True)
+    ):
         if label is False:
             continue
         shape, dtype = jnp.shape(x), jnp.result_type(x)
@@ -87,14 +87,19 @@ def stack_tables(
         groups.setdefault((label, shape[1:], dtype), []).append(i)
     members: dict[str, list[int]] = {}
     for key, group in groups.items():
-        rows = np.cumsum([jnp.shape(arrays[i])[0] for i in group]).tolist()
-        parts = itertools.groupby(zip(rows, group, strict=True), lambda x: x[0] // MOST_ROWS)
-        for number, each in parts:
-            part = [i for _, i in each]
-            if len(part) > 1:
-                members[_name(*key, number)] = part
+        parts: list[list[int]] = []
+        room = 0
+        for i in group:
+            height = jnp.shape(arrays[i])[0]
+            if height > room:
+                parts.append([])
+                room = MOST_ROWS
+            parts[-1].append(i)
+            room -= height
+        several = [part for part in parts if len(part) > 1]
+        members |= {_name(*key, number): part for number, part in enumerate(several)}
     if not members:
-        found = [f"{dtype}[V, {str(shape)[1:-1]}]" for _, shape, dtype in groups]
+        found = [f"{dtype}[{', '.join(map(str, ('V', *x)))}]" for _, x, dtype in groups]
         raise js.InvalidArgumentError(
             "stack_tables wants two tables or more of one row shape and dtype, got "
             f"{', '.join(found) or 'no table'}; give it all parameters, and where="
@@ -143,21 +148,21 @@ class Unstack:
         nothing copies. Elsewhere, of gradients (:meth:`StackedTables.split`) and states of
         optimizers too: for checkpoints, export, and optimizers of tables apart.
         """
-        is_stacked = lambda x: isinstance(x, Stacked)  # noqa: E731
-        if not any(map(is_stacked, jax.tree.leaves(tree, is_leaf=is_stacked))):
+        if not any(map(_is_stacked, jax.tree.leaves(tree, is_leaf=_is_stacked))):
             raise TypeError(
                 f"unstack wants what stack_tables returned first, or a state or gradients "
                 f"of it, got {type(tree).__name__}"
             )
-        apart = lambda x: self._apart(x) if is_stacked(x) else x  # noqa: E731
-        return _with_clocks_of(jax.tree.map(apart, _by_row(tree), is_leaf=is_stacked))
+        apart = lambda x: self._apart(x) if _is_stacked(x) else x  # noqa: E731
+        return _with_clocks_of(jax.tree.map(apart, _by_row(tree), is_leaf=_is_stacked))
 
     def stack(self, tree: T) -> Any:
         """The inverse: each part of the tree that mirrors params as a :class:`Stacked`."""
-        if not any(map(self._mirrors, jax.tree.leaves(tree, is_leaf=self._mirrors))):
+        parts = jax.tree.leaves(tree, is_leaf=lambda x: _is_stacked(x) or self._mirrors(x))
+        if any(map(_is_stacked, parts)) or not any(map(self._mirrors, parts)):
             raise TypeError(
                 f"stack wants parameters as stack_tables got them, or a state or gradients "
-                f"of these, got {jax.tree.structure(tree)}, wanted {self._tree}"
+                f"of these, got {jax.tree.structure(parts)}, wanted {self._tree}"
             )
         together = lambda x: self._together(x) if self._mirrors(x) else x  # noqa: E731
         return _with_clocks_of(jax.tree.map(together, _by_row(tree), is_leaf=self._mirrors))
@@ -249,11 +254,22 @@ class Unstack:
             elif isinstance(array, jax.ShapeDtypeStruct):
                 parts = jax.eval_shape(split, array)
             else:
+                if isinstance(array, jax.core.Tracer) and jnp.issubdtype(
+                    array, jnp.inexact
+                ):
+                    line = extend.current_user_line()
+                    array = extend.mark_table(array, line, "unstack")
                 parts = split(array)
             for i, x in zip(part, parts.values(), strict=True):
                 box, axes = self._boxes[i]
-                leaves[i] = extend.boxed_as(box if jnp.ndim(x) == axes else None, x)
+                leaves[i] = extend.boxed_as(
+                    box if getattr(x, "ndim", axes) == axes else None, x
+                )
         return self._tree.unflatten(leaves)
+
+
+def _is_stacked(x: Any) -> bool:
+    return isinstance(x, Stacked)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -263,7 +279,10 @@ def _is_leaf(x: Any) -> bool:
 def _labels(where: Any, params: Params, arrays: Sequence[Any]) -> list[Any]:
     """For each array the stacks that it may be in: False for none, True, or a string."""
     if where is None:
-        return [jnp.ndim(x) > 1 and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arrays]
+        return [
+            jnp.ndim(x) > 1 and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            for x in arrays
+        ]
     if isinstance(where, extend.Explanation):
         shapes = [tuple(x.shape) for x in where.leaves]
         if shapes != [jnp.shape(x) for x in arrays]:

@@ -21,7 +21,7 @@ from jslices._place import boundary
 from jslices._place.hints import hint_dense
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, check_slices, each_shard
+from jslices._slices import IndexedSlices, Stacked, check_slices, each_shard
 from jslices._slices.slices import deduplicated, rows_at, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine.clock import flushed, map_clocks
@@ -514,6 +514,18 @@ def paths_of(tree: PyTreeDef) -> list[str]:
 def is_leaf(x: Leaf) -> bool:
     """True for what stands in a tree of gradients where the parameters have an array."""
     return x is None or isinstance(x, IndexedSlices)
+
+
+def refuse_stacked(params: Params) -> None:
+    """Refuse tables in one array, for an optimizer that does not step row by row."""
+    is_stacked = lambda x: isinstance(x, Stacked)  # noqa: E731
+    for x in jax.tree.leaves(params, is_leaf=is_stacked):
+        if is_stacked(x) and jax.tree.leaves(x.tables):
+            raise ValueError(
+                "this optimizer keeps means of the columns of an array, which the tables "
+                f"of {list(x.tables)} would share; leave them apart (where= of "
+                "stack_tables), or give them another optimizer (partition)"
+            )
 
 
 def has_no_rows(x: Leaf) -> bool:

@@ -466,7 +466,8 @@ def _all_rows(
     at = jnp.zeros(sizes, bool).at[access.places(indices, sizes, len(sizes))]
     named = at.set(True, mode="drop", wrap_negative_indices=False)
     update, *new = _keeping_unnamed(kernel, named, sums, read, state)
-    if state and platform_of(*state) == "cpu":
+    has_clock = any(jnp.issubdtype(x.dtype, jnp.integer) for x in state)
+    if has_clock and platform_of(*state) == "cpu":
         # The update reads state, which XLA:CPU would copy to write it before (jax 0.12).
         update, *new = lax.optimization_barrier([update, *new])
     every = jnp.arange(num_rows, dtype=indices.dtype)

@@ -18,6 +18,7 @@ from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shard
 from jslices._place.hints import (
     HINT_BYTES,
     hint_large_step,
+    hint_many_tables,
     hint_rows,
     warn_of_columns,
 )
@@ -135,6 +136,8 @@ class _RuleOnTrees:
         for path, p in zip(paths, leaves, strict=True):
             protocol.refuse_slices(path, p)
         rules = self._rules(params, tree)
+        if self.rule.update_slices is not None:
+            protocol.refuse_stacked(params)
         for path, p in zip(paths, leaves, strict=True):
             name = f"tx.init(params): the parameter{path}"
             check_array(name, p)
@@ -198,6 +201,9 @@ class _RuleOnTrees:
                 "norms: tx.update(grads, state, params)"
             )
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
+        rows = [x for x in leaves if is_slices(x) and not protocol.has_no_rows(x)]
+        if is_staged():
+            hint_many_tables((x.values.shape[1:], str(x.dtype)) for x in rows)
         stepped, new, as_whole = [], [], []
         kernel_of, count = self._kernels(state), state.count
         params_of = _parameters(tree, params, reads_params)

@@ -299,12 +299,16 @@ class _Parts(NamedTuple):
     labels: list[Hashable]  #: of each leaf.
 
     def of(self, label: Hashable, tree: PyTree) -> PyTree:
-        """``tree``, which mirrors the parameters, with the leaves of one label only."""
+        """``tree``, which mirrors the parameters, with the leaves of one label only.
+
+        And None where there is no parameter and no label.
+        """
         if tree is None:
             return None
         pairs = zip(self.tree.flatten_up_to(tree), self.labels, strict=True)
+        is_mine = lambda x, own: own == label or (own is None and x is None)  # noqa: E731
         return self.tree.unflatten(
-            [x if own == label else MaskedNode() for x, own in pairs]
+            [x if is_mine(x, own) else MaskedNode() for x, own in pairs]
         )
 
     def joined(self, results: Mapping[Hashable, PyTree]) -> PyTree:
