@@ -1,7 +1,7 @@
 """Many tables of one model, apart, in one array, and with Optax' dense gradients.
 
     python benchmarks/many_tables.py --tables 1 8 26 200
-    python benchmarks/many_tables.py --device h100         kernels; wants the extras tpu, gpu
+    python benchmarks/many_tables.py --device h100      kernels; wants the extras tpu, gpu
 
 A Flax NNX model of so many ``nnx.Embed`` and two layers, its code the same for all, AdamW
 with warmup and cosine. Prints the seconds of the processor to trace and compile a step, its
@@ -75,6 +75,7 @@ def batch(tables):
 
 def compiled(step, *args):
     """The program, and the seconds of the processor that it took."""
+    jax.clear_caches()
     with Stopwatch() as watch:
         program = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
     return program, watch.seconds.cores
@@ -119,10 +120,8 @@ def measured(tables, turns, steps, without):
         first = first or (cores, micros)
         size = programs[name].as_text().count(" = ")
         ratios = f"{cores / first[0]:>6.2f} {micros / first[1]:>6.2f}"
-        line = (
-            f"{tables:>7} {name:>15} {cores:>8.2f} s {size:>7} {micros:>8.0f} us {ratios}"
-        )
-        print(f"{line} loss {float(losses[name]):.5f}", flush=True)
+        cells = f"{cores:>8.2f} s {size:>7} {micros:>8.0f} us {ratios}"
+        print(f"{tables:>7} {name:>15} {cells} loss {losses[name]:.3e}", flush=True)
 
 
 def main():

@@ -87,6 +87,7 @@ from jslices._typing import State as State
 from jslices.optim.engine.boxes import boxed_as as boxed_as
 from jslices.optim.engine.boxes import is_box as is_box
 from jslices.optim.engine.boxes import unboxed as unboxed
+from jslices.optim.engine.boxes import with_axes as with_axes
 
 # The last steps of rows, from the clock of an exact optimizer.
 from jslices.optim.engine.clock import OLD_CLOCK as OLD_CLOCK

@@ -73,7 +73,7 @@ def hint_once(what: Hashable, message: str) -> None:
 
 
 def hint_many_tables(tables: Iterable[tuple[tuple[int, ...], str]]) -> None:
-    """Hints, once for each row shape and dtype, at what many tables of it take to compile."""
+    """Hints at what many tables take to compile, once for each row shape and dtype."""
     for (row, dtype), count in collections.Counter(tables).items():
         if count >= MANY_TABLES:
             shape = ", ".join(map(str, ("V", *row)))

@@ -170,12 +170,11 @@ class StackedTables:
                     "the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
                 )
             return {name: stacked[first : first + size] for name, (first, size) in spans}
-        rows, shape = stacked.indices, stacked.dense_shape[1:]
-        parts = {}
+        rows, parts = stacked.indices, {}
         for name, (first, size) in spans:
             inside = (rows >= first) & (rows < first + size)
             own = jnp.where(inside, rows - first, size)
-            parts[name] = js.IndexedSlices(stacked.values, own, (size, *shape))
+            parts[name] = js.IndexedSlices(stacked.values, own, (size, *self.row_shape))
         return parts
 
     def _stack_slices(self, parts: Mapping[str, js.IndexedSlices]) -> js.IndexedSlices:

@@ -1,7 +1,7 @@
 """The tables of any model in one array for each row shape, and back."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,6 @@ import jslices as js
 from jslices import extend
 from jslices.extend import Params, PyTree, Stacked
 from jslices.tables.arrays import StackedTables
-
-T = TypeVar("T")
 
 #: An array has at most so many rows that int32 numbers them.
 MOST_ROWS = np.iinfo(np.int32).max
@@ -32,8 +30,8 @@ def stack_tables(
     a row of another table.
 
     Args:
-      params: any pytree: dicts, the state of an NNX model, an Equinox module, Linen's boxes.
-        Also of ``jax.ShapeDtypeStruct``. Tables are arrays ``[V_t, *D]`` of floats.
+      params: any pytree: dicts, NNX state, an Equinox module, Linen's boxes. Also of
+        ``jax.ShapeDtypeStruct``. Tables are arrays ``[V_t, *D]`` of floats.
       where: which arrays are tables. What ``js.explain(loss)(params, *batch)`` returns
         (shapes suffice): those that the loss looks up, and only that. Or bools in the
         structure of params or a prefix of it, or a function from params to that. A string
@@ -63,8 +61,9 @@ def stack_tables(
       >>> stacked, unstack = stack_tables(params, js.explain(loss)(params, *batch))
       >>> unstack
       Unstack(2: StackedTables(item: rows 0 to 2, user: rows 2 to 5, of shape (2,)))
-      >>> js.grad(lambda p, *batch: loss(unstack(p), *batch))(stacked, *batch).tables["2"]
-      IndexedSlices(4 rows of float32[5, 2], indices int32[4] (4, 2, 1, 1): 48 B, dense 40 B)
+      >>> grads = js.grad(lambda p, *batch: loss(unstack(p), *batch))(stacked, *batch)
+      >>> grads.tables["2"].indices
+      Array([4, 2, 1, 1], dtype=int32)
 
     Source: ours. FBGEMM's table-batched embeddings want a model that is written for them.
     """
@@ -79,14 +78,14 @@ def stack_tables(
         if label is False:
             continue
         shape, dtype = jnp.shape(x), jnp.result_type(x)
-        if not shape or not shape[0] or not jnp.issubdtype(dtype, jnp.inexact):
+        if not shape or not shape[0] or not _is_of_floats(x):
             raise js.InvalidArgumentError(
                 f"stack_tables wants tables [V, *D] of floats, got {dtype}{list(shape)} at "
                 f"{names[i]}; leave it out of where"
             )
         groups.setdefault((label, shape[1:], dtype), []).append(i)
     members: dict[str, list[int]] = {}
-    for key, group in groups.items():
+    for (label, row_shape, dtype), group in groups.items():
         parts: list[list[int]] = []
         room = 0
         for i in group:
@@ -97,7 +96,8 @@ def stack_tables(
             parts[-1].append(i)
             room -= height
         several = [part for part in parts if len(part) > 1]
-        members |= {_name(*key, number): part for number, part in enumerate(several)}
+        name = _name(label, row_shape, dtype)
+        members |= {f"{name}_{n}" if n else name: part for n, part in enumerate(several)}
     if not members:
         found = [f"{dtype}[{', '.join(map(str, ('V', *x)))}]" for _, x, dtype in groups]
         raise js.InvalidArgumentError(
@@ -131,8 +131,8 @@ class Unstack:
         devices: int,
     ) -> None:
         self._tree, self._names, self._members = tree, names, members
-        empty = (x.replace_boxed(None) if extend.is_box(x) else None for x in boxes)
-        self._boxes = [*zip(empty, map(jnp.ndim, arrays), strict=True)]
+        empty = lambda x: x.replace_boxed(None) if extend.is_box(x) else None  # noqa: E731
+        self._boxes = [*map(empty, boxes)]
         self.tables = {
             stack: StackedTables({names[i]: jnp.shape(arrays[i]) for i in part}, devices)
             for stack, part in members.items()
@@ -141,31 +141,20 @@ class Unstack:
     def __repr__(self) -> str:
         return f"Unstack({', '.join(f'{k}: {x}' for k, x in self.tables.items())})"
 
-    def __call__(self, tree: T) -> Any:
+    def __call__(self, tree: PyTree) -> Any:
         """The tree with the tables of each :class:`Stacked` in it apart.
 
         Of parameters, in a loss: rows of its tables are then rows of the stacks, which
         nothing copies. Elsewhere, of gradients (:meth:`StackedTables.split`) and states of
         optimizers too: for checkpoints, export, and optimizers of tables apart.
         """
-        if not any(map(_is_stacked, jax.tree.leaves(tree, is_leaf=_is_stacked))):
-            raise TypeError(
-                f"unstack wants what stack_tables returned first, or a state or gradients "
-                f"of it, got {type(tree).__name__}"
-            )
-        apart = lambda x: self._apart(x) if _is_stacked(x) else x  # noqa: E731
-        return _with_clocks_of(jax.tree.map(apart, _by_row(tree), is_leaf=_is_stacked))
+        wanted = "what stack_tables returned first, or a state or gradients of it"
+        return self._changed("unstack", wanted, tree, _is_stacked, self._mirrors)
 
-    def stack(self, tree: T) -> Any:
+    def stack(self, tree: PyTree) -> Any:
         """The inverse: each part of the tree that mirrors params as a :class:`Stacked`."""
-        parts = jax.tree.leaves(tree, is_leaf=lambda x: _is_stacked(x) or self._mirrors(x))
-        if any(map(_is_stacked, parts)) or not any(map(self._mirrors, parts)):
-            raise TypeError(
-                f"stack wants parameters as stack_tables got them, or a state or gradients "
-                f"of these, got {jax.tree.structure(parts)}, wanted {self._tree}"
-            )
-        together = lambda x: self._together(x) if self._mirrors(x) else x  # noqa: E731
-        return _with_clocks_of(jax.tree.map(together, _by_row(tree), is_leaf=self._mirrors))
+        wanted = "parameters as stack_tables got them, or a state or gradients of these"
+        return self._changed("stack", wanted, tree, self._mirrors, _is_stacked)
 
     def per_stack(self, values: PyTree) -> Stacked:
         """One value for each stack, and for each other array, as for ``partition``.
@@ -210,6 +199,29 @@ class Unstack:
 
         return self._stacked(each, function)
 
+    def _changed(
+        self,
+        caller: str,
+        wanted: str,
+        tree: PyTree,
+        is_old: Callable[[Any], bool],
+        is_new: Callable[[Any], bool],
+    ) -> Any:
+        """The tree with each part of the old form in the new one."""
+        found = jax.tree.leaves(tree, is_leaf=lambda x: is_old(x) or is_new(x))
+        has_old, has_new = any(map(is_old, found)), any(map(is_new, found))
+        if has_new or not (has_old or all(jnp.ndim(x) == 0 for x in found)):
+            got = jax.tree.structure(tree)
+            raise TypeError(f"{caller} wants {wanted}, got {str(got)[:200]}")
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+            how = caller, wanted
+            shapes = lambda tree: self._changed(*how, tree, is_old, is_new)  # noqa: E731
+            return jax.eval_shape(shapes, tree)
+        change = self._apart if is_old is _is_stacked else self._together
+        new = lambda x: change(x) if is_old(x) else x  # noqa: E731
+        tree = jax.tree.map(new, extend.map_clocks(extend.by_row, tree), is_leaf=is_old)
+        return extend.map_clocks(_counted, tree)
+
     def _mirrors(self, tree: PyTree) -> bool:
         try:
             self._tree.flatten_up_to(tree)
@@ -230,6 +242,13 @@ class Unstack:
         tables = {stack: value_of(stack, part) for stack, part in self._members.items()}
         return Stacked(tables, self._tree.unflatten(rest))
 
+    def _boxed(self, number: int, x: Any) -> Any:
+        """A table, or its state, in the box that the table came in."""
+        box = self._boxes[number]
+        if box is None or not hasattr(x, "shape"):
+            return x
+        return extend.with_axes(box, range(x.ndim)).replace_boxed(x)
+
     def _together(self, tree: PyTree) -> Stacked:
         boxed = self._tree.flatten_up_to(tree)
         leaves = [extend.unboxed(x) for x in boxed]
@@ -239,8 +258,6 @@ class Unstack:
             first = leaves[part[0]]
             if not any(map(jax.tree.leaves, arrays.values())):  # None, or left by a mask
                 return first
-            if isinstance(first, jax.ShapeDtypeStruct):
-                return jax.eval_shape(self.tables[name].stack, arrays)
             return self.tables[name].stack(arrays)
 
         return self._stacked(boxed, stack)
@@ -248,24 +265,25 @@ class Unstack:
     def _apart(self, stacked: Stacked) -> PyTree:
         leaves = self._tree.flatten_up_to(stacked.rest)
         for name, part in self._members.items():
-            array, split = stacked.tables[name], self.tables[name].split
-            if not jax.tree.leaves(array):
-                parts = dict.fromkeys(self.tables[name].names, array)
-            elif isinstance(array, jax.ShapeDtypeStruct):
-                parts = jax.eval_shape(split, array)
+            array, tables = stacked.tables[name], self.tables[name]
+            if jax.tree.leaves(array):
+                parts = tables.split(_marked(array))
             else:
-                if isinstance(array, jax.core.Tracer) and jnp.issubdtype(
-                    array, jnp.inexact
-                ):
-                    line = extend.current_user_line()
-                    array = extend.mark_table(array, line, "unstack")
-                parts = split(array)
+                parts = dict.fromkeys(tables.names, array)
             for i, x in zip(part, parts.values(), strict=True):
-                box, axes = self._boxes[i]
-                leaves[i] = extend.boxed_as(
-                    box if getattr(x, "ndim", axes) == axes else None, x
-                )
+                leaves[i] = self._boxed(i, x)
         return self._tree.unflatten(leaves)
+
+
+def _is_of_floats(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def _marked(x: Any) -> Any:
+    """An array of which plain ``jax.grad`` warns that the gradient is dense."""
+    if not isinstance(x, jax.core.Tracer) or not _is_of_floats(x):
+        return x
+    return extend.mark_table(x, extend.current_user_line(), "unstack")
 
 
 def _is_stacked(x: Any) -> bool:
@@ -279,10 +297,7 @@ def _is_leaf(x: Any) -> bool:
 def _labels(where: Any, params: Params, arrays: Sequence[Any]) -> list[Any]:
     """For each array the stacks that it may be in: False for none, True, or a string."""
     if where is None:
-        return [
-            jnp.ndim(x) > 1 and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            for x in arrays
-        ]
+        return [jnp.ndim(x) > 1 and _is_of_floats(x) for x in arrays]
     if isinstance(where, extend.Explanation):
         shapes = [tuple(x.shape) for x in where.leaves]
         if shapes != [jnp.shape(x) for x in arrays]:
@@ -301,26 +316,17 @@ def _labels(where: Any, params: Params, arrays: Sequence[Any]) -> list[Any]:
     return [x if isinstance(x, str) else bool(x) for x in labels]
 
 
-def _name(label: Any, row_shape: tuple[int, ...], dtype: np.dtype, number: int) -> str:
+def _name(label: Any, row_shape: tuple[int, ...], dtype: Any) -> str:
     """Of a stack: the row shape, and what else tells it from others."""
     parts = [
         label if isinstance(label, str) else "",
         "x".join(map(str, row_shape)) or "1",
         "" if dtype == np.float32 else str(dtype),
-        str(number or ""),
     ]
     return "_".join(filter(None, parts))
 
 
-def _by_row(tree: T) -> T:
-    return extend.map_clocks(extend.by_row, tree)
-
-
-def _with_clocks_of(tree: PyTree) -> PyTree:
-    """The tree, in whose clocks each array has a last step as a whole."""
-
-    def counted(clock: Any, _: Any) -> Any:
-        count = len(jax.tree.leaves(clock.last))
-        return clock._replace(whole=jnp.full(count, -1, jnp.int32))
-
-    return extend.map_clocks(counted, tree)
+def _counted(clock: Any, _: Any) -> Any:
+    """The clock, with a last step as a whole for each array."""
+    count = len(jax.tree.leaves(clock.last))
+    return clock._replace(whole=jnp.full(count, -1, jnp.int32))

@@ -65,7 +65,7 @@ def _less(box: Any, start: Start) -> Any:
     """The box without the axes that a state array lacks which starts so."""
     if not is_box(box):
         return box
-    shape, names = _content(box).shape, getattr(box, "names", ())
+    shape = _content(box).shape
     # Other sizes tell the axes apart; the longest is the longest still.
     apart = tuple(n * len(shape) + i for i, n in enumerate(shape))
     real, sizes = (
@@ -75,6 +75,12 @@ def _less(box: Any, start: Start) -> Any:
     left = [apart.index(n) for n in sizes if n in apart]
     if real != tuple(shape[axis] for axis in left):
         left = []  # a placeholder
+    return with_axes(box, left)
+
+
+def with_axes(box: Any, left: Sequence[int]) -> Any:
+    """The box, which names the axes that are ``left`` alone."""
+    names = getattr(box, "names", ())
     for axis in reversed(range(len(names))):
         if axis not in left:
             box = box.remove_axis(axis, {"partition_name": names[axis]})
