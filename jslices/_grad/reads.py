@@ -37,7 +37,6 @@ from jslices._jax import Atom, Equation
 from jslices._place.boundary import drop_sharding
 from jslices._rows.access import (
     INT32_MAX,
-    canonical_indices,
     clipped_indices,
     index_dtype,
     is_below,
@@ -140,7 +139,8 @@ class RowRead:
 
 
 def _in_range(ids: jax.Array, height: int) -> jax.Array:
-    return canonical_indices(ids, height) < height
+    ids = ids.astype(index_dtype(height, np.dtype(ids.dtype)))
+    return (ids >= 0) & (ids < height)
 
 
 def filled(rows: jax.Array, good: jax.Array, fill_value: Any) -> jax.Array:

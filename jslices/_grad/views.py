@@ -168,12 +168,14 @@ class Renumbered(Derived):
         # While rows are read, all axes of a mesh are Auto.
         starts = [drop_sharding(start).astype(x.dtype) for start in self.starts]
         starts = starts or [start for _, start, _ in self.numbering]
-        result = jnp.zeros_like(x)
         columns = zip(self.heights, self.numbering, starts, strict=True)
-        along = places(x, self.rows, len(self.rows))
+        along, result = places(x, self.rows, len(self.rows)), None
         for height, (axis, _, step), start in columns:
-            result = result * height + start + step * along[axis]
-        return result
+            # XLA would compile a product with 1, too, of each of many reads.
+            own = along[axis] if step == 1 else step * along[axis]
+            own = own if isinstance(start, int) and start == 0 else own + start
+            result = own if result is None else result * height + own
+        return x if result is None else result
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
         def inside(read: jax.Array, record: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -122,9 +122,12 @@ def clipped_indices(indices: jax.Array, num_rows: int) -> jax.Array:
 
     ``[...]`` int32 (int64 where that came in or V needs it), as XLA clamps them.
     """
+    dtype = index_dtype(num_rows, np.dtype(indices.dtype))
+    last = jnp.array(max(num_rows - 1, 0), dtype)
+    if jnp.issubdtype(indices.dtype, jnp.signedinteger):
+        return lax.clamp(jnp.zeros_like(last), indices.astype(dtype), last)
     inside = canonical_indices(indices, num_rows)
-    nearest = jnp.where(indices > 0, jnp.array(max(num_rows - 1, 0), inside.dtype), 0)
-    return jnp.where(inside < num_rows, inside, nearest)
+    return jnp.where(inside < num_rows, inside, jnp.where(indices > 0, last, 0))
 
 
 def missing_value(dtype: np.dtype) -> Any:
