@@ -467,7 +467,7 @@ WRONG = {
     "missing": (
         dict(exp_avg_sq=LEFT_OUT),
         r"nu at \['table'\] wants one slot, named nu or exp_avg_sq or Adam_1 or v or "
-        r"velocity, got step, exp_avg",
+        r"velocity or momentum2 or momentum_2, got step, exp_avg",
     ),
     "twice": (dict(m=ones(6, 3)), r"mu at .* wants one slot.*got exp_avg and m"),
     "unknown": (
