@@ -36,6 +36,17 @@ NAMES: dict[type, dict[str, tuple[str | None, ...]]] = {
     optim.RowwiseAdagradState: {},
 }
 
+_FIRST, _SECOND = ("momentum1", "momentum_1"), ("momentum2", "momentum_2")
+_MOMENTS = {"mu": (*_FIRST, "exp_avg"), "nu": (*_SECOND, "exp_avg_sq")}
+#: What FBGEMM and TorchRec call them as well, in their modules and by PyTorch's names.
+FUSED: dict[type, dict[str, tuple[str, ...]]] = {
+    optim.AdagradState: {"sum_of_squares": _FIRST},
+    optim.AdamState: {**_MOMENTS, "row_counts": ("row_counter",)},
+    optim.LambState: {**_MOMENTS},
+    optim.PartialRowwiseAdamState: {**_MOMENTS},
+    optim.RowwiseAdagradState: {"sum_of_squares": (*_FIRST, "sum")},
+}
+
 #: State arrays of squares, which are never negative.
 SQUARES = ("nu", "sum_of_squares", "e_g", "e_x", "accum", "nu_max", "v", "v_row", "v_col")
 

@@ -19,7 +19,7 @@ from jslices.checkpoint import state_walk
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
 from jslices.checkpoint.trees import listed
 from jslices.extend import Params, PyTree, State
-from jslices.optim import SgdState
+from jslices.optim import AdadeltaState, SgdState
 
 #: The dict of slots of one parameter.
 Slots = Mapping[str, Any]
@@ -54,6 +54,9 @@ def import_state(
             linear of ftrl                       Ftrl_1      linear       linear
             mu of lion                                                    momentum
 
+        ``momentum1`` and ``momentum2`` of FBGEMM and TorchRec are ``mu`` and ``nu``, or the
+        first is ``sum_of_squares``; the name of a table may stand before any name
+        (``user.momentum1``, ``user.weight.momentum_1``), and a number a row be ``[V, 1]``.
         PyTorch's ``step`` may be among them. Without an ``ema``, the average that
         :func:`jslices.optim.params_ema` keeps begins at the parameter. An empty dict, or
         None: never stepped; the state is that of ``tx.init`` after ``count`` steps without
@@ -72,8 +75,10 @@ def import_state(
 
     Raises:
       ValueError: if slots are missing, unknown, of other shapes or dtypes, if they hold NaN
-        or negative means of squares, or were stepped more or less often than ``count`` or
-        than one another, all of them in one message; if they mirror other parameters.
+        or negative means of squares, or complex ones (PyTorch squares real and imaginary
+        parts apart, jslices absolute values), or were stepped more or less often than
+        ``count`` or than one another, all of them in one message; if they mirror other
+        parameters.
       TypeError: for an optimizer whose state jslices does not know, and for one in
         :func:`jslices.optim.multi_steps` or beside a transformation that takes no step
         without gradients, as most of Optax's do. The message says what to type instead.
@@ -149,9 +154,10 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
       for a parameter that has no state. Averages of ``params_ema`` are in ``state.ema``.
 
     Raises:
-      ValueError: for other names, for a state array that the library has no slot for, for
-        the state of an exact optimizer in which rows are behind, and for gradients that
-        :func:`jslices.optim.multi_steps` has gathered for its next step.
+      ValueError: for other names, for a state array that the library has no slot for (for
+        squares of complex tables none has one), for the state of an exact optimizer in
+        which rows are behind, and for gradients that :func:`jslices.optim.multi_steps` has
+        gathered for its next step.
 
     Cost: nothing; no array is copied. With ``untouched="exact"`` one pass over a number for
     each row.
@@ -187,7 +193,7 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
                 continue
             slot_names = NAMES[array.state].get(array.field)
             name = slot_names[library] if slot_names else None
-            if name is None:
+            if name is None or _is_complex_square(array.field, array.value):
                 raise ValueError(
                     f"export_state: the {array.field} of {array.state.__name__}{label} has "
                     f"no slot in {names}; take it from the state itself"
@@ -350,13 +356,19 @@ def _assigned(
     rest = {name: _as_array(x) for name, x in slots.items() if name != "step"}
     assigned: dict[int, Any] = {}
     for array in arrays:
-        names = [name for name in array.names if name in rest]
+        names = [name for name in rest if name.rpartition(".")[2] in array.names]
         if array.field == "ema" and not names:  # an average that begins
             assigned[array.number] = param.astype(array.value.dtype)
         elif len(names) == 1:
-            x = rest.pop(names[0])
-            what = f"the slot {names[0]}{label}"
-            problem = _misfit(what, x, array.value) or _invalid_values(what, x, array.field)
+            (name,) = names
+            what, x, old = f"the slot {name}{label}", rest.pop(name), array.value
+            if x.shape == (*old.shape, 1) and old.ndim < param.ndim:  # a number a row
+                x = x[..., 0]
+            problem = (
+                _complex_squares(what, x, array, name == array.field)
+                or _misfit(what, x, old)
+                or _invalid_values(what, x, array.field)
+            )
             problems += [problem] if problem else []
             assigned[array.number] = x
         else:
@@ -373,6 +385,27 @@ def _assigned(
         help = next(filter(None, notes), f"it keeps {slot_names}; leave this one out")
         problems.append(f"the optimizer has no state for the slot {name}{label}: {help}")
     return assigned
+
+
+def _is_complex_square(field: str, x: jax.Array | np.ndarray) -> bool:
+    return field in SQUARES and jnp.iscomplexobj(x)
+
+
+def _complex_squares(
+    what: str, x: jax.Array | np.ndarray, array: state_walk.StateArray, ours: bool
+) -> str | None:
+    """Why squares in a complex slot are other ones than ours; None if they are not."""
+    if not _is_complex_square(array.field, x):
+        return None
+    # Under our name they are real in effect; but Adadelta's, which are not of sizes.
+    if ours and (array.state is AdadeltaState or not bool(x.imag.any())):
+        return None
+    return (
+        f"{what} is {x.dtype}, as PyTorch squares real and imaginary parts apart, and "
+        "jslices absolute values: train the table of real numbers, [V, 2 D], type "
+        f'x.view("{x.real.dtype}") for the parameter and all of its slots, and make rows '
+        "complex after the lookup, jax.lax.complex(rows[..., ::2], rows[..., 1::2])"
+    )
 
 
 def _misfit(what: str, x: jax.Array | np.ndarray, old: jax.Array) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jslices import GradientTransformation, IndexedSlices
-from jslices.checkpoint.slot_names import NAMES
+from jslices.checkpoint.slot_names import FUSED, NAMES
 from jslices.extend import Params, State, steps_done
 
 
@@ -27,7 +27,8 @@ class StateArray(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The names that its slot may have."""
         slots = NAMES[self.state].get(self.field, ())
-        return tuple(dict.fromkeys((self.field, *filter(None, slots))))
+        fused = FUSED.get(self.state, {}).get(self.field, ())
+        return tuple(dict.fromkeys((self.field, *filter(None, slots), *fused)))
 
 
 class Walk(NamedTuple):

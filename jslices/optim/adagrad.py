@@ -26,6 +26,7 @@ def adagrad(
     initial_accumulator_value: arguments.NotNegative = 0.1,
     eps: arguments.NotNegative = 1e-7,
     *,
+    eps_in_sqrt: bool = True,
     untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adagrad: ``s += g**2``, then ``p -= lr * g / sqrt(s + eps)``.
@@ -37,6 +38,7 @@ def adagrad(
       learning_rate: a number, or a schedule of the step (from 0).
       initial_accumulator_value: what ``s`` starts from.
       eps: keeps the root away from zero.
+      eps_in_sqrt: whether ``eps`` is added inside the root.
       untouched: ``"lazy"`` or ``"exact"``, which are the same here.
 
     Returns:
@@ -54,8 +56,8 @@ def adagrad(
       Array([0.1, 0.1, 0.1, 1.1, 0.1], dtype=float32)
 
     Source: Duchi, Hazan and Singer, 2011; ``optax.adagrad``, with its names and defaults.
-    TensorFlow's ``AdagradOptimizer`` has no ``eps``, PyTorch's starts from 0 and adds
-    1e-10 outside the root.
+    TensorFlow's ``AdagradOptimizer`` has no ``eps``. PyTorch's and FBGEMM's
+    ``EXACT_ADAGRAD`` start from 0 and add ``eps`` outside the root, 1e-10 and 1e-8.
     """
     del untouched  # the same in both forms
 
@@ -64,7 +66,11 @@ def adagrad(
 
         def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
             total = rule.squared(g) + total
-            scale = jnp.where(total > 0, lax.rsqrt(total + eps), 0.0)
+            if eps_in_sqrt:
+                scale = lax.rsqrt(total + eps)
+            else:
+                scale = 1 / (jnp.sqrt(total) + eps)
+            scale = jnp.where(total > 0, scale, 0.0)
             return rule.scaled(size, scale * g), total
 
         return kernel

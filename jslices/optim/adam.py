@@ -21,6 +21,9 @@ class AdamState(NamedTuple):
     mu: Any  #: like params, the mean of the gradients.
     nu: Any  #: like params, the mean of their squares.
     clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
+    #: The steps of each row, int32: ``[V]`` of a parameter ``[V, D]``, ``[L, V]`` of
+    #: ``[L, V, D]``; None unless ``bias_correction="row"``.
+    row_counts: Any = None
 
 
 @optimizer
@@ -34,6 +37,7 @@ def adam(
     *,
     nesterov: bool = False,
     eps_hat: arguments.EpsHat = False,
+    bias_correction: arguments.BiasCorrection = "step",
     untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adam. At step t (from 1), for every touched row::
@@ -43,8 +47,9 @@ def adam(
         p -= lr * (mu / (1 - b1**t)) / (sqrt(nu / (1 - b2**t) + eps_root) + eps)
 
     Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
-    and nor is its state; the bias correction counts all steps, not those of the row.
-    Exact: its means decay and it moves on when it catches up, as in a dense optimizer.
+    and nor is its state; t counts all steps, not those of the row, unless
+    ``bias_correction="row"``. Exact: its means decay and it moves on when it catches up, as
+    in a dense optimizer.
 
     Args:
       learning_rate: a number, or a schedule of the step (from 0).
@@ -59,13 +64,18 @@ def adam(
         eps_root) + eps)``, as in ``torch.optim.SparseAdam``, TensorFlow's ``Adam`` and
         ``LazyAdam``, and Keras. At step t it counts as much as an ``eps`` that is larger by
         ``1 / sqrt(1 - b2**t)``, at first 32 times: the steps of small gradients differ.
+      bias_correction: whether t is the number of the ``"step"``, or of the steps that
+        touched the ``"row"``: one that is first touched late then begins with a step of
+        ``lr``, not of 3.2 times that. All rows of a dense gradient count as touched.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: 2 D numbers; 4 bytes more if exact.
+      A :class:`GradientTransformation`. State per row: 2 D numbers; 4 bytes more if exact,
+      or corrected by row.
 
     Raises:
-      ValueError: for exact, unless ``b1**2 < b2``: what a row missed has no bound then.
+      ValueError: for exact, unless ``b1**2 < b2``: what a row missed has no bound then; and
+        with ``bias_correction="row"``, as rows that catch up take every step.
 
     Cost: a step reads and writes ``U * D`` elements of each of the parameter, ``mu`` and
     ``nu``; catching up the same once more, however many steps were missed.
@@ -82,23 +92,37 @@ def adam(
     Source: Kingma and Ba, 2015; ``optax.adam``, with its names and defaults; dense
     gradients give its result. Lazy as ``tfa.optimizers.LazyAdam`` and
     ``torch.optim.SparseAdam``, with ``eps_hat=True``; TensorFlow's core Adam moves every
-    row at every step. Exact has no model elsewhere: the sum over the
+    row at every step. By row as DGL's ``SparseAdam`` and FBGEMM's ``ADAM`` with
+    ``use_rowwise_bias_correction``. Exact has no model elsewhere: the sum over the
     missed steps is closed but for ``eps``, and taken by Gauss' quadrature with two nodes,
     in float64 for tables of float64.
     """
     moments = Moments(b1, b2, eps, eps_root, nesterov, eps_hat)
+    by_row, exact = bias_correction == "row", untouched == "exact"
+    if by_row and exact:
+        raise ValueError(
+            'adam(untouched="exact", bias_correction="row"): rows that catch up take every '
+            'step, as in a dense optimizer, so that each counts them all; leave "step"'
+        )
 
     def update(step: rule.Step) -> rule.Kernel:
         size, direction = step.size(learning_rate), moments.direction(step)
 
-        def kernel(g: jax.Array, p: jax.Array, *means: jax.Array) -> Arrays:
-            u, mu, nu = direction(g, *means)
-            return rule.scaled(size, u), mu, nu
+        def kernel(
+            g: jax.Array, p: jax.Array, mu: jax.Array, nu: jax.Array, *counts: jax.Array
+        ) -> Arrays:
+            own = direction
+            for count in counts:
+                own = moments.direction(rule.Step(rule.per_row(count, g)))
+            u, mu, nu = own(g, mu, nu)
+            return rule.scaled(size, u), mu, nu, *map(rule.next_count, counts)
 
         return kernel
 
-    missed = moments.missed("adam", learning_rate) if untouched == "exact" else None
+    missed = moments.missed("adam", learning_rate) if exact else None
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
+    if by_row:
+        state["row_counts"] = rule.row_of(0, jnp.int32)
     return transformation(AdamState, rule.Rule(state, update, missed=missed))
 
 

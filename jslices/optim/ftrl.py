@@ -29,6 +29,7 @@ def ftrl(
     l1_regularization_strength: arguments.NotNegative = 0.0,
     l2_regularization_strength: arguments.NotNegative = 0.0,
     l2_shrinkage_regularization_strength: arguments.NotNegative = 0.0,
+    beta: arguments.NotNegative = 0.0,
     *,
     untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
@@ -36,7 +37,7 @@ def ftrl(
 
         new = accum + g**2
         linear += g + 2 * l2_shrinkage * p - (new**y - accum**y) / lr * p
-        p = (clip(linear, -l1, l1) - linear) / (new**y / lr + 2 * l2)
+        p = (clip(linear, -l1, l1) - linear) / ((new**y + beta) / lr + 2 * l2)
         accum = new
 
     Elements whose ``linear`` is within ``l1`` of zero become exactly zero.
@@ -52,6 +53,7 @@ def ftrl(
       l1_regularization_strength: at least 0.
       l2_regularization_strength: at least 0.
       l2_shrinkage_regularization_strength: at least 0; a decay of the touched rows.
+      beta: of the paper: makes the first steps of a row smaller, at least 0.
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
@@ -74,7 +76,7 @@ def ftrl(
       Array([1., 0., 1.], dtype=float32)
 
     Source: McMahan et al., 2013; TensorFlow's ``FtrlOptimizer``, with its names, defaults
-    and results. Optax has none.
+    and results; ``beta`` is that of Keras' ``Ftrl``. Optax has none.
     """
     rule.check_lazy("ftrl", untouched, "as a dense step computes rows anew from linear")
     l1, l2 = l1_regularization_strength, l2_regularization_strength
@@ -93,7 +95,7 @@ def ftrl(
             new = accum + g**2
             sigma = (new**power - accum**power) / rate
             linear = linear + g + 2 * shrinkage * p - sigma * p
-            curvature = new**power / rate + 2 * l2
+            curvature = (new**power + beta) / rate + 2 * l2
             new_p = (jnp.clip(linear, -l1, l1) - linear) / curvature
             results = new_p - p, new, linear
             return tuple(x.astype(d) for x, d in zip(results, dtypes, strict=True))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.adam import Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
@@ -32,19 +32,28 @@ def partial_rowwise_adam(
     b2: arguments.Decay = 0.999,
     eps: arguments.NotNegative = 1e-8,
     mu_dtype: arguments.StateDtype | None = None,
+    weight_decay: arguments.WeightDecay = 0.0,
+    mask: PyTree = None,
     *,
     untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Adam with one second moment for each row: ``nu = b2 * nu + (1 - b2) * mean(g**2)``.
 
     Rows are the entries along axis 0 of every parameter: for a rank-1 array this is Adam.
+    Weight decay is decoupled, ``p -= lr * weight_decay * p``.
 
-    Untouched rows: lazy or exact. They are treated as by :func:`jslices.adam`, and the
-    arguments are the same.
+    Untouched rows: lazy or exact. They are treated as by :func:`jslices.adamw`: exact, they
+    decay in all steps.
+
+    Arguments that are not listed are those of :func:`jslices.adam`.
+
+    Args:
+      weight_decay: a number, or a schedule of the step.
+      mask: which parameters decay, as in :func:`jslices.adamw`.
 
     Returns:
-      A :class:`GradientTransformation`. State per row: D + 1 numbers; 4 bytes more if
-      exact.
+      A :class:`GradientTransformation`; with weight decay ``update`` needs the parameters.
+      State per row: D + 1 numbers; 4 bytes more if exact.
 
     Raises:
       ValueError: for exact, unless ``b1**2 < b2``.
@@ -61,30 +70,38 @@ def partial_rowwise_adam(
       >>> (updates.values * 10).round()
       Array([[-1., -7.]], dtype=float32)
 
-    Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM; Optax and TensorFlow have none.
+    Source: ``PARTIAL_ROWWISE_ADAM`` of FBGEMM, whose decay is the lazy one here; Optax and
+    TensorFlow have none.
     """
 
-    def update(step: rule.Step) -> rule.Kernel:
-        size = step.size(learning_rate)
-        correct_mu, correct_nu = step.correction(b1), step.correction(b2)
+    def rule_of(rate: Scalar | Schedule) -> rule.Rule:
+        def update(step: rule.Step) -> rule.Kernel:
+            size = step.size(learning_rate)
+            correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(g: jax.Array, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-            square = rule.row_mean(rule.squared(g))
-            new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, square, b2)
-            root = rule.per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
-            u = correct_mu(new_mu) / root
-            return rule.scaled(size, u), new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
+            def kernel(g: jax.Array, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
+                square = rule.row_mean(rule.squared(g))
+                new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, square, b2)
+                root = rule.per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
+                u = rule.with_decay(correct_mu(new_mu) / root, p, rate, step.count)
+                u = rule.scaled(size, u)
+                return u, new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
 
-        return kernel
+            return kernel
 
-    missed = None
-    if untouched == "exact":
-        adam = Moments(b1, b2, eps).missed("partial_rowwise_adam", learning_rate)
+        missed = None
+        if untouched == "exact":
+            adam = Moments(b1, b2, eps).missed("partial_rowwise_adam", learning_rate, rate)
 
-        def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-            move, mu, rows = adam.advance(missed, p, mu, rule.per_row(nu, p))
-            return move, mu, rows.reshape(nu.shape)
+            def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: Any) -> Arrays:
+                move, mu, rows = adam.advance(missed, p, mu, rule.per_row(nu, p))
+                return move, mu, rows.reshape(nu.shape)
 
-        missed = dataclasses.replace(adam, advance=advance)
-    state = {"mu": rule.zeros(mu_dtype), "nu": rule.row_of(0)}
-    return transformation(PartialRowwiseAdamState, rule.Rule(state, update, missed=missed))
+            missed = dataclasses.replace(adam, advance=advance)
+        state = {"mu": rule.zeros(mu_dtype), "nu": rule.row_of(0)}
+        reads_params = rule.decays(weight_decay)
+        return rule.Rule(state, update, reads_params=reads_params, missed=missed)
+
+    return transformation(
+        PartialRowwiseAdamState, rule_of(weight_decay), other=rule_of(0.0), mask=mask
+    )

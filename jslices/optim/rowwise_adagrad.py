@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays
+from jslices._typing import Arrays, PyTree, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
+from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -18,6 +19,7 @@ class RowwiseAdagradState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     #: For each parameter ``[V, D]`` an array ``[V]``; for ``[L, V, D]`` ``[L, V]``.
     sum_of_squares: Any
+    clock: Any = None  #: how far each row is; None unless rows decay exactly.
 
 
 @optimizer
@@ -26,24 +28,35 @@ def rowwise_adagrad(
     initial_accumulator_value: arguments.NotNegative = 0.0,
     eps: arguments.NotNegative = 1e-8,
     *,
+    weight_decay: arguments.WeightDecay = 0.0,
+    mask: PyTree = None,
     untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Row-wise Adagrad: ``s += mean(g**2)`` of the row, ``p -= lr * g / (sqrt(s) + eps)``.
 
     Rows are the entries along axis 0 of every parameter: for a rank-1 array this is
-    Adagrad.
+    Adagrad. Weight decay is decoupled, ``p -= lr * weight_decay * p``.
 
-    Untouched rows: as dense. A row without gradient is neither read nor written, and the
-    same optimizer on dense gradients would leave it and its state alone too.
+    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
+    and nor is its state. Exact: its weights decay when it catches up, as in a dense
+    optimizer. Without weight decay both are the same, and the same as dense.
 
-    Arguments are those of :func:`jslices.adagrad`; ``eps`` is added to the root.
+    Arguments that are not listed are those of :func:`jslices.adagrad`; ``eps`` is added to
+    the root.
+
+    Args:
+      weight_decay: a number, or a schedule of the step.
+      mask: which parameters decay, as in :func:`jslices.adamw`.
+      untouched: ``"lazy"``, a row decays in the steps that touch it, or ``"exact"``, every
+        row decays in every step, once it catches up (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: one number. A
-      row is a vector along the last axis, whichever axes number the rows of slices.
+      A :class:`GradientTransformation`; with weight decay ``update`` needs the parameters.
+      State per row: one number; 4 bytes more if rows decay exactly. A row is a vector along
+      the last axis, whichever axes number the rows of slices.
 
     Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
-    state.
+    state; catching up the same once more.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -56,20 +69,33 @@ def rowwise_adagrad(
       >>> (updates.values * 10).round()
       Array([[-1., -7.]], dtype=float32)
 
-    Source: ``EXACT_ROWWISE_ADAGRAD`` of FBGEMM, with its default ``eps``; Optax and
-    TensorFlow have none.
+    Source: ``EXACT_ROWWISE_ADAGRAD`` of FBGEMM, with its default ``eps``; lazy decay is its
+    ``DECOUPLE``. Its ``L2`` is ``js.from_optax(optax.add_decayed_weights(rate))`` before
+    this one in :func:`jslices.optim.chain`. Optax and TensorFlow have none.
     """
-    del untouched  # the same in both forms
+    decays = rule.decays(weight_decay)
 
-    def update(step: rule.Step) -> rule.Kernel:
-        size = step.size(learning_rate)
+    def rule_of(rate: Scalar | Schedule) -> rule.Rule:
+        def update(step: rule.Step) -> rule.Kernel:
+            size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
-            total = total + rule.row_mean(rule.squared(g))
-            root = rule.per_row(jnp.sqrt(total), g) + eps
-            return rule.scaled(size, jnp.where(root > 0, g / root, 0.0)), total
+            def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
+                total = total + rule.row_mean(rule.squared(g))
+                root = rule.per_row(jnp.sqrt(total), g) + eps
+                direction = jnp.where(root > 0, g / root, 0.0)
+                direction = rule.with_decay(direction, p, rate, step.count)
+                return rule.scaled(size, direction), total
 
-        return kernel
+            return kernel
 
-    state = {"sum_of_squares": rule.row_of(initial_accumulator_value)}
-    return transformation(RowwiseAdagradState, rule.Rule(state, update))
+        missed = None
+        if decays and untouched == "exact":
+            missed = MissedSteps(
+                lambda missed, p, total: (missed.decay * p, total), learning_rate, (), rate
+            )
+        state = {"sum_of_squares": rule.row_of(initial_accumulator_value)}
+        return rule.Rule(state, update, reads_params=decays, missed=missed)
+
+    return transformation(
+        RowwiseAdagradState, rule_of(weight_decay), other=rule_of(0.0), mask=mask
+    )

@@ -42,6 +42,11 @@ Count: TypeAlias = Annotated[int, Number(integer=True, at_least=0)]
 PositiveCount: TypeAlias = Annotated[int, Number(integer=True, at_least=1)]
 #: The dtype of a state array.
 StateDtype: TypeAlias = Annotated[DTypeLike, _arguments.StateDtype()]
+#: Which steps the bias correction of Adam counts.
+BiasCorrection: TypeAlias = Annotated[
+    str,
+    OneOf(step="all steps count", row="the steps that a row was touched in count"),
+]
 #: What becomes of rows without gradient.
 Untouched: TypeAlias = Annotated[
     str,

@@ -30,7 +30,8 @@ class Step:
     a bias correction once for all arrays.
     """
 
-    count: jax.Array  #: int32 ``[]``, the steps taken before.
+    #: int32 ``[]``, the steps taken before; or those of each row, ``[n, 1, ...]``.
+    count: jax.Array
     _weights: list[tuple[Any, bool, jax.Array]] = dataclasses.field(default_factory=list)
 
     @property
@@ -193,9 +194,9 @@ def full(value: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda p: filled_like(p, value)
 
 
-def row_of(value: Any) -> Callable[[jax.Array], jax.Array]:
+def row_of(value: Any, dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:
     """A state array of one number for each row: :func:`row_like`."""
-    return lambda p: row_like(p, value)
+    return lambda p: row_like(p, value, dtype)
 
 
 def row_like(p: jax.Array, value: Any, dtype: DTypeLike | None = None) -> jax.Array:
