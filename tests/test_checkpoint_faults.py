@@ -503,10 +503,43 @@ def test_a_state_file_that_names_a_missing_checkpoint(tmp_path, caplog):
     )
 
 
-def test_something_else_altogether(tmp_path):
-    (tmp_path / "m").write_bytes(b"PK\3\4 not a checkpoint at all" * 99)
-    with pytest.raises(DataLossError, match=r"m is damaged: its header cannot be read"):
+@pytest.mark.parametrize(
+    "start, kind",
+    [
+        (b"PK\3\4 not a checkpoint", r"a zip archive.*torch\.load"),
+        (b"\x80\4\x95\3\1\1\1\1 a pickle", "a pickle of Python"),
+        (b"\x93NUMPY\1\0 an array", r"an array of NumPy.*np\.load"),
+        (b"GGUF\3\0\0\0 a model", r"a GGUF file.*gguf\.GGUFReader"),
+        (b"\x89HDF\r\n\x1a\n weights", "an HDF5 file"),
+        (b"PAR1 columns of it", "a Parquet file"),
+        (b"\x1f\x8b\x08\0 packed", "a file compressed by gzip"),
+        (b"3 2\nword vectors of it", "a file of word vectors.*load_word_vectors"),
+        (b'{"weight_map": {}, ', "JSON; an index of safetensors"),
+    ],
+)
+def test_something_else_altogether(tmp_path, start, kind):
+    (tmp_path / "m").write_bytes(start * 99)
+    with pytest.raises(DataLossError, match=f"m is no checkpoint of a Saver, but {kind}"):
         js.Saver().restore(tmp_path / "m")
+
+
+def test_an_index_of_tensorflow_and_a_damaged_file(tmp_path):
+    (tmp_path / "m").write_bytes(b"keys" * 99 + bytes.fromhex("57fb808b247547db"))
+    with pytest.raises(DataLossError, match="m is no checkpoint.*tf.train.load_checkpoint"):
+        js.Saver().restore(tmp_path / "m")
+    (tmp_path / "m").write_bytes(b"{\0\0\0\0\0\0\0{" + b" " * 99)  # 123 bytes of header
+    with pytest.raises(DataLossError, match="m is damaged"):
+        js.Saver().restore(tmp_path / "m")
+
+
+def test_a_part_of_each_tensor_is_no_checkpoint(tmp_path):
+    """As PyTorch's HuggingFaceStorageWriter writes on each of several processes."""
+    offsets = json.dumps({"w": {"saved_offsets": [4, 0]}})
+    tensors = {"w": np.ones((3, 2), np.float32)}
+    path = tmp_path / "shard-00002-model-00001-of-00001.safetensors"
+    save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": offsets})
+    with pytest.raises(DataLossError, match="one of the parts.*consolidate_safetensors_fi"):
+        js.Saver().restore(path)
 
 
 def hostile(path, tensors, info=None):

@@ -101,7 +101,7 @@ COUNTS = {1: "goes on after 1 rows of 2 numbers", 3: "ends in row 2 of 3"}
         (gzip.compress(b"2 9\n" + b"a" * 10**7, 1), "line 2 of .* has 0 numbers, not 9"),
         (gzip.compress(b"3 2\n" + BINARY + b"a" * 10**7, 1), "ends in row 2 of 3"),
         (b"\xba\x16\x4f\x2f\x0c\0\0\0", "line 1 of .*it is a model of fastText; .* .vec"),
-        (b"PK\x03\x04\x14\0 \0", "line 1 of .*it is a zip archive, as .npz and .pt are"),
+        (b"PK\x03\x04\x14\0 \0", "line 1 of .*it is a zip archive, as .npz, .pt"),
         (pickle.dumps([0.5]), "line 1 of .*it is a pickle of Python"),
         (b'{"weight_map": {"table": "1.safetensors"}}', "it is JSON; .* jslices.Saver"),
     ],

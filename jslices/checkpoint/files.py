@@ -23,6 +23,35 @@ _SHARD = re.compile(
 )
 
 
+#: What files of other kinds begin with, and what reads them.
+OTHER_KINDS = {
+    b"PK\3\4": "a zip archive, as .npz, .pt, .distcp and .keras are; read it with np.load, "
+    "torch.load, torch.distributed.checkpoint or keras.saving",
+    b"\x80": "a pickle of Python; read it with the library that wrote it",
+    b"\x93NUMPY": "an array of NumPy; read it with np.load(path, mmap_mode='r')",
+    b"GGUF": "a GGUF file; read it with gguf.GGUFReader",
+    b"\x89HDF": "an HDF5 file, as .h5 is; read it with h5py",
+    b"PAR1": "a Parquet file; read it with pyarrow.parquet.read_table",
+    b"\x1f\x8b\x08": "a file compressed by gzip; read word vectors with load_word_vectors",
+    b"\xba\x16\x4f\x2f": "a model of fastText; its vectors are in the .vec file beside it",
+    b"{": "JSON; an index of safetensors files is read by jslices.Saver().restore",
+}
+#: A table of LevelDB ends so, as does the index of TensorFlow's checkpoints.
+_LEVELDB = bytes.fromhex("57fb808b247547db")
+_WORD_VECTORS = re.compile(rb"\d{1,12} \d{1,6}\n")
+
+
+def other_kind(head: bytes, tail: bytes = b"") -> str:
+    """What a file of another kind is, by its first and last bytes, and what reads it."""
+    if tail.endswith(_LEVELDB):
+        return "the index of a TensorFlow checkpoint; read it with tf.train.load_checkpoint"
+    if _WORD_VECTORS.match(head):
+        return "a file of word vectors; read it with jslices.checkpoint.load_word_vectors"
+    if head[4:9] == b"\0\0\0\0{":  # the size of a header, and the header: a damaged one
+        return ""
+    return next((OTHER_KINDS[x] for x in OTHER_KINDS if head.startswith(x)), "")
+
+
 #: Errors of paths at which there can be nothing.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 

@@ -55,6 +55,7 @@ _ALIGNMENT = 64  # of the data in a file, and of arrays that XLA can use without
 
 _OWN = "jslices.crc32"  # the header's checksum, computed with zeros in its place
 _MARK = f'"{_OWN}":"'.encode()
+_PARTS = "DCP_SHARDING_INFO"  # what PyTorch writes beside a part of each tensor
 _RESERVED = re.compile("__metadata__(@*)")  # safetensors keeps the first of them to itself
 
 # Numbers; text and times, whose names have parameters.
@@ -254,9 +255,17 @@ class TensorFile:
         except (OSError, MemoryError):
             raise
         except Exception as error:
+            kind = _kind_of(path)
+            problem = f"no checkpoint of a Saver, but {kind}" if kind else "damaged"
             raise DataLossError(
-                f"{path} is damaged: its header cannot be read ({error})"
+                f"{path} is {problem}: its header cannot be read ({error})"
             ) from error
+        if _PARTS in self.metadata:
+            raise DataLossError(
+                f"{path} is one of the parts that PyTorch's HuggingFaceStorageWriter("
+                "save_distributed=True) saves of each tensor; put them together by "
+                "torch.distributed.checkpoint's consolidate_safetensors_files"
+            )
 
     def view(self, name: str, rows: slice | None = None) -> np.ndarray:
         """View a tensor, or a range of its rows, in the mapped file.
@@ -298,6 +307,13 @@ class TensorFile:
                 f"{self.path} is damaged: the checksum of {name!r} does not match. Restore "
                 "an earlier checkpoint"
             )
+
+
+def _kind_of(path: str) -> str:
+    with open(path, "rb") as file:
+        head = file.read(64)
+        file.seek(max(0, os.path.getsize(path) - 8))
+        return files.other_kind(head, file.read(8))
 
 
 def _open(path: str) -> tuple[dict[str, Any], int, mmap.mmap]:

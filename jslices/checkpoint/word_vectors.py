@@ -20,19 +20,12 @@ from jax.typing import ArrayLike
 import jslices
 from jslices import DataLossError, NotFoundError
 from jslices.checkpoint.boxes import row_blocks
-from jslices.checkpoint.files import Path, replacing
+from jslices.checkpoint.files import Path, other_kind, replacing
 
 _SIZES = re.compile(rb"\s*(\d{1,12})\s+([1-9]\d{0,5})\s*")
 #: Bytes of a line of text, and of a word: in another file either may never end.
 _LONGEST = 1 << 20
 _FORMS = ("word2vec", "word2vec_binary", "glove")
-#: What other files begin with.
-_OTHER_FILES = {
-    b"\xba\x16\x4f\x2f": "a model of fastText; its vectors are in the .vec file beside it",
-    b"PK": "a zip archive, as .npz and .pt are; read it with the library that wrote it",
-    b"\x80": "a pickle of Python; read it with the library that wrote it",
-    b"{": "JSON; an index of safetensors files is read by jslices.Saver().restore",
-}
 
 
 class WordVectors(NamedTuple):
@@ -220,9 +213,9 @@ def _rows_of_text(file: _File, path: str, first: list[bytes], dim: int) -> Itera
                 return  # blank lines at the end
             problem = f" has {len(line.split()[1:])} numbers, not {dim or 'one or more'}"
         if problem:
-            starts = [x for x in _OTHER_FILES if number == 1 and line.startswith(x)]
-            kind = "".join(f"; it is {_OTHER_FILES[x]}" for x in starts)
-            raise DataLossError(f"line {number} of {path}{problem}{kind}")
+            kind = other_kind(line) if number == 1 else ""
+            problem += f"; it is {kind}" if kind else ""
+            raise DataLossError(f"line {number} of {path}{problem}")
         yield word, row.data
 
 
