@@ -165,7 +165,11 @@ def check_array(name: str, value: object, wanted: str = "an array") -> None:
         hasattr(value, name) for name in ("__jax_array__", "__array__", "dtype")
     )
     if not likely or kind in tuple("OSUMm"):
-        raise TypeError(f"{name}: wanted {wanted}, got {shown(value)}")
+        tree = "; for each array of a tree: jslices.tree.map(function, tree)"
+        several = not jax.tree_util.all_leaves([value]) and len(jax.tree.leaves(value)) > 1
+        raise TypeError(
+            f"{name}: wanted {wanted}, got {shown(value)}{tree if several else ''}"
+        )
 
 
 def is_number(value: object, integer: bool = False) -> bool:

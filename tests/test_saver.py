@@ -93,7 +93,7 @@ SAVE_ERRORS = [
         "no/m",
         {},
         ValueError,
-        "Parent directory of .*no/m doesn't exist, can't save.",
+        "Parent directory of .*no/m doesn't exist, can't save. Type os.makedirs",
     ),
     (SMALL, "", {}, ValueError, "ends in no name"),
     (SMALL, "m", {"latest_filename": "a/b"}, ValueError, "must not contain path comp"),

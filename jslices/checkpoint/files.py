@@ -297,7 +297,10 @@ def checkpoint_path(
             f"'latest_filename' collides with 'save_path': {state!r} and {prefix!r}"
         )
     if not stat.S_ISDIR(_mode(directory or ".")):
-        raise ValueError(f"Parent directory of {prefix} doesn't exist, can't save.")
+        raise ValueError(
+            f"Parent directory of {prefix} doesn't exist, can't save. Type os.makedirs("
+            f"{os.path.dirname(prefix)!r}) before"
+        )
     if stat.S_ISDIR(_mode(prefix)):
         raise ValueError(f"{prefix} is a directory; give the path of a file")
     return prefix
