@@ -166,9 +166,10 @@ def check_array(name: str, value: object, wanted: str = "an array") -> None:
     )
     if not likely or kind in tuple("OSUMm"):
         tree = "; for each array of a tree: jslices.tree.map(function, tree)"
-        several = not jax.tree_util.all_leaves([value]) and len(jax.tree.leaves(value)) > 1
+        kind = jax.tree.structure(value)
+        is_tree = kind.num_leaves and kind.num_nodes > 1
         raise TypeError(
-            f"{name}: wanted {wanted}, got {shown(value)}{tree if several else ''}"
+            f"{name}: wanted {wanted}, got {shown(value)}{tree if is_tree else ''}"
         )
 
 
