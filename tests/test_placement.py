@@ -219,6 +219,29 @@ def test_parameters_on_no_mesh_within_an_explicit_one(name):
 # --- rows that devices divide --------------------------------------------------------
 
 
+@pytest.mark.parametrize("to", [P(), P("x"), P(None, "x")])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")])
+def test_a_table_that_a_loss_places_elsewhere_has_rows(spec, to):
+    """On Explicit axes; the gradient, and the step, are where the table was."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    ids, weights = jnp.array([1, 5, V - 1, 1]), np.linspace(1, 2, D, dtype=np.float32)
+
+    def loss(table):
+        rows = jax.sharding.reshard(table, to).at[ids].get(out_sharding=P())
+        return jnp.sum((rows * weights) ** 2)
+
+    with jax.set_mesh(mesh):
+        start = np.arange(V * D, dtype=np.float32).reshape(V, D) / V
+        table = jax.device_put(start, NamedSharding(mesh, spec))
+        grad = fast_jit(js.grad(loss))(table)
+        assert js.is_slices(grad) and len(grad.indices) == 4
+        np.testing.assert_allclose(grad.to_dense(), jax.grad(loss)(table), rtol=1e-6)
+        tx = js.sgd(0.1)
+        new, _, _ = fast_jit(js.train_step(loss, tx))(table, tx.init(table))
+        assert new.sharding.is_equivalent_to(table.sharding, 2)
+        np.testing.assert_allclose(new, table - 0.1 * grad.to_dense(), rtol=1e-6)
+
+
 def test_rows_that_devices_divide():
     mesh = AbstractMesh((2, 4), ("a", "x"))
     assert [js.padded_rows(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]

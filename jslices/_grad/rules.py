@@ -720,8 +720,8 @@ def _placed(eqn: Equation, operands: Values, lead: int) -> Result:
 
 @rule_for("reshard")
 def _reshard(eqn: Equation, operands: Values, lead: int) -> Result:
-    """Views may move to Auto axes, as rows are read on those."""
-    return list(operands) if _jax.has_auto_axes(eqn) else None
+    """Views may move to Auto axes, as rows are read on those; tables to any place."""
+    return list(operands) if _jax.has_auto_axes(eqn) else _placed(eqn, operands, lead)
 
 
 @rule_for("stop_gradient")
