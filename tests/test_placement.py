@@ -224,7 +224,7 @@ def test_parameters_on_no_mesh_within_an_explicit_one(name):
 def test_a_table_that_a_loss_places_elsewhere_has_rows(spec, to):
     """On Explicit axes; the gradient, and the step, are where the table was."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    ids, weights = jnp.array([1, 5, V - 1, 1]), np.linspace(1, 2, D, dtype=np.float32)
+    ids, weights = jnp.array([1, 5, V - 1, 1]), np.linspace(1, 2, D, dtype="f4")[None]
 
     def loss(table):
         rows = jax.sharding.reshard(table, to).at[ids].get(out_sharding=P())

@@ -70,9 +70,8 @@ def lamb(
       Array([0.5, 4. ], dtype=float32)
 
     Source: You et al., 2020; ``optax.lamb``, with its names and defaults; dense gradients
-    give its result. A ratio for each row is ``LAMB`` of FBGEMM, by which rows of zeros never
-    move; here they move by the direction. Its ``PARTIAL_ROWWISE_LAMB`` keeps one second
-    moment for each row.
+    give its result. A ratio for each row is ``LAMB`` of FBGEMM, by which rows of zeros
+    never move; its ``PARTIAL_ROWWISE_LAMB`` keeps one second moment for each row.
     """
     rule.check_lazy("lamb", untouched, "as what a row misses depends on its own path")
 
