@@ -49,9 +49,14 @@ BY_ROW = [
 # Not in Optax.
 OWN = [
     ("rowwise_adagrad", {}),
+    ("adagrad", {"eps_in_sqrt": False, "initial_accumulator_value": 0.0}),
+    ("adam", {"bias_correction": "row"}),
     ("rowwise_adagrad", {"initial_accumulator_value": 0.1, "eps": 1e-3}),
+    ("rowwise_adagrad", {"weight_decay": 0.1, "mask": {"table": True, "w": False}}),
     ("partial_rowwise_adam", {}),
+    ("partial_rowwise_adam", {"weight_decay": optax.linear_schedule(0.1, 0.0, 5)}),
     ("ftrl", {}),
+    ("ftrl", {"beta": 0.5, "l1_regularization_strength": 0.01}),
     (
         "ftrl",
         {
@@ -72,6 +77,7 @@ ALL = [*SHARED, *BY_ROW, *OWN]
 FIRST = [*{name: (name, kwargs) for name, kwargs in reversed(ALL)}.values()][::-1]
 # Settings with which an optimizer keeps other arrays than with its first ones.
 OTHER_STATE = [case for case in ALL if {"momentum", "min_dim_size_to_factor"} & {*case[1]}]
+OTHER_STATE += [case for case in OWN if "row" in case[1].values()]
 # One of each kind: without state, with arrays as large as the table, with numbers for each
 # row, with factors; and those that read parameters, or take norms of their rows.
 KINDS = ("sgd", "adam", "rowwise_adagrad", "adafactor", "ftrl", "lamb")

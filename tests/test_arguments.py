@@ -28,7 +28,7 @@ WRONG = {
         ("learning_rate weight_decay weight_decay_rate", NO_RATES),
         ("b1 b2 decay rho", NO_DECAYS),
         ("momentum", [*NO_STRENGTHS, 1.5]),
-        ("eps eps_root initial_scale initial_accumulator_value", NO_STRENGTHS),
+        ("eps eps_root initial_scale initial_accumulator_value beta", NO_STRENGTHS),
         ("l1_regularization_strength l2_regularization_strength", NO_STRENGTHS),
         ("l2_shrinkage_regularization_strength decay_rate", NO_STRENGTHS),
         ("noise_multiplier", NO_STRENGTHS),

@@ -134,6 +134,8 @@ WIDE = [
     ("rmsprop", {"momentum": 0.9}, 0.1),
     ("adadelta", {"rho": 0.8}, COSINE),
     ("partial_rowwise_adam", NO_EPS, COSINE),
+    ("partial_rowwise_adam", {**NO_EPS, "weight_decay": 0.1}, COSINE),
+    ("rowwise_adagrad", {"weight_decay": COSINE}, 0.1),
     ("proximal_adagrad", {"l2_regularization_strength": 0.05}, 0.1),
 ]
 
@@ -179,10 +181,19 @@ def test_lazy_does_not():
     assert relative_error(unflushed, train_dense(optax.adam(0.1))) > 1e-3
 
 
-def test_partial_rowwise_adam_equals_itself_on_dense_gradients():
-    tx = js.partial_rowwise_adam(0.1, untouched="exact")
+@pytest.mark.parametrize(
+    "name, kwargs, rate",
+    [
+        ("partial_rowwise_adam", {}, 0.1),
+        ("partial_rowwise_adam", {"weight_decay": 0.1}, COSINE),
+        ("rowwise_adagrad", {"weight_decay": 0.1}, JUMPS),
+    ],
+    ids=label,
+)
+def test_row_wise_optimizers_equal_themselves_on_dense_gradients(name, kwargs, rate):
+    tx = getattr(js, name)(rate, untouched="exact", **kwargs)
     params, _ = fast_jit(tx.flush)(*train_rows(tx))
-    wanted = train_dense(js.partial_rowwise_adam(0.1))
+    wanted = train_dense(getattr(js, name)(rate, **kwargs))
     assert relative_error(params, wanted) < 1e-5
 
 

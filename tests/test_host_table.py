@@ -92,8 +92,10 @@ START = beginning(np.arange(V))
 EXACT = [("sgd", {"momentum": 0.9}), ("adam", {}), ("adamw", {"weight_decay": 0.1})]
 EXACT += [("amsgrad", {}), ("lion", {}), ("rmsprop", {}), ("adadelta", {"rho": 0.8})]
 EXACT += [("adamw", {"learning_rate": optimizers.SCHEDULE})]
+EXACT += [("rowwise_adagrad", {"weight_decay": 0.1})]
 # One case for each set of arrays that are kept of a row.
 CASES = [*optimizers.FIRST, ("sgd", {"momentum": 0.9})]
+CASES += [("adam", {"bias_correction": "row"})]
 CASES += [("rmsprop", {"centered": True, "momentum": 0.9})]
 CASES += [("adafactor", {"learning_rate": 0.1, "momentum": 0.9, "factored": False})]
 CASES += [(name, {**options, "untouched": "exact"}) for name, options in EXACT]

@@ -166,6 +166,10 @@ def keras_rows(name):
         ),
         "Adadelta": (dict(learning_rate=0.5), js.adadelta(0.5, rho=0.95, eps=1e-7)),
         "Lion": (dict(learning_rate=0.01), js.lion(0.01, weight_decay=0.0)),
+        "Ftrl": (
+            dict(learning_rate=0.1, beta=0.5, l1_regularization_strength=0.01),
+            js.ftrl(0.1, beta=0.5, l1_regularization_strength=0.01),
+        ),
     }[name]
 
 
@@ -173,7 +177,7 @@ def keras_rows(name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "name",
-    ["Adam", "AdamW", "Adagrad", "RMSprop", "RMSprop centered", "Adadelta", "Lion"],
+    "Adam|AdamW|Adagrad|RMSprop|RMSprop centered|Adadelta|Lion|Ftrl".split("|"),
 )
 def test_the_next_steps_are_those_of_keras_3(name):
     keras = pytest.importorskip("keras", minversion="3")
@@ -336,6 +340,108 @@ def test_names_of_tensorflow(names):
         jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
+FUSED = {
+    # As TorchRec shards them, as its fused optimizer and its own classes name them.
+    "sharded": ("rowwise_adagrad", {"sum_of_squares": "user.momentum1"}),
+    "fused": ("rowwise_adagrad", {"sum_of_squares": "user.weight.momentum_1"}),
+    "unfused": ("rowwise_adagrad", {"sum_of_squares": "sum"}),
+    "elements": ("adagrad", {"sum_of_squares": "t.momentum1"}),
+    "adam": ("adam", {"mu": "t.momentum1", "nu": "t.momentum2"}),
+    "by row": (
+        "adam",
+        {"mu": "exp_avg", "nu": "exp_avg_sq", "row_counts": "row_counter"},
+    ),
+    "lamb": ("lamb", {"mu": "t.weight.momentum_1", "nu": "t.weight.momentum_2"}),
+    "partial": ("partial_rowwise_adam", {"mu": "exp_avg", "nu": "exp_avg_sq"}),
+}
+
+
+@pytest.mark.parametrize("one_column", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+def test_names_of_fbgemm_and_torchrec(name, one_column):
+    """What is a number a row may be a column, and nothing else."""
+    optimizer, names = FUSED[name]
+    kwargs = {"bias_correction": "row"} if "row_counts" in names else {}
+    tx, params = getattr(js, optimizer)(0.1, **kwargs), {"table": jnp.ones((4, 3))}
+    empty = tx.init(params)
+    arrays = {k: np.asarray(getattr(empty, k)["table"]) for k in names}
+    arrays = {k: (x + i + 1).astype(x.dtype) for i, (k, x) in enumerate(arrays.items())}
+    slots = {names[k]: x[..., None] if one_column else x for k, x in arrays.items()}
+    if one_column and any(x.ndim > 1 for x in arrays.values()):
+        with pytest.raises(ValueError, match=r"shape \(4, 3, 1\), wanted \(4, 3\)"):
+            import_state(tx, params, {"table": slots}, 7)
+        slots = {names[k]: x[..., None] if x.ndim == 1 else x for k, x in arrays.items()}
+    state = import_state(tx, params, {"table": slots}, 7)
+    assert state.count == 7
+    for field, x in arrays.items():
+        np.testing.assert_array_equal(getattr(state, field)["table"], x)
+    field = next(iter(names))
+    twice = {"table": slots | {field: arrays[field]}}
+    with pytest.raises(ValueError, match=f"{field} at .*wants one slot.* and {field}"):
+        import_state(tx, params, twice, 7)
+
+
+COMPLEX = {  # the squares of each, by PyTorch's and Keras' names and by ours
+    "adam": (js.adam(0.1), {"nu": "exp_avg_sq"}, {"mu": "exp_avg"}),
+    "adagrad": (js.adagrad(0.1), {"sum_of_squares": "sum"}, {}),
+    "rmsprop": (js.rmsprop(0.1), {"nu": "velocity"}, {}),
+    "adadelta": (js.adadelta(0.1), {"e_g": "square_avg", "e_x": "acc_delta"}, {}),
+    "rows": (js.rowwise_adagrad(0.1), {"sum_of_squares": "t.momentum1"}, {}),
+    "partial": (js.partial_rowwise_adam(0.1), {"nu": "exp_avg_sq"}, {"mu": "exp_avg"}),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_squares_of_complex_tables_are_refused(name):
+    tx, squares, others = COMPLEX[name]
+    params = {"table": jnp.ones((3, 2), "complex64")}
+    state = tx.init(params)
+    like = lambda k: np.asarray(getattr(state, k)["table"])  # noqa: E731
+    rest = {slot: like(k) + (1 + 2j) for k, slot in others.items()}
+    rest = {slot: x.astype("complex64") for slot, x in rest.items()}
+    real = {k: (like(k).real + 0.5).astype("complex64") for k in squares}
+    apart = {k: (x + 0.25j).astype("complex64") for k, x in real.items()}
+    message = r'is complex64, as PyTorch squares .*x.view\("float32"\).*rows\[..., ::2\]'
+    for names in (squares, {k: k for k in squares}):
+        for arrays in (real, apart):
+            slots = {names[k]: x for k, x in arrays.items()} | rest
+            if names is not squares and (arrays is real or name == "adadelta"):
+                got = import_state(tx, params, {"table": slots}, 3)  # a state of ours
+                for k, x in arrays.items():
+                    np.testing.assert_array_equal(getattr(got, k)["table"], x)
+                continue
+            for p in (params, {"table": params["table"].real}):
+                with pytest.raises(ValueError, match=message):
+                    import_state(tx, p, {"table": slots}, 3)
+    with pytest.raises(ValueError, match=r"has no slot in torch; take it from the state"):
+        export_state(params, state, "torch")
+
+
+def test_what_is_told_of_complex_tables_is_pytorchs_adam():
+    """The table of real numbers, by the formula of PyTorch on real and imaginary parts."""
+    rng = np.random.default_rng(1)
+    draw = lambda: rng.normal(size=(3, 2)) + 1j * rng.normal(size=(3, 2))  # noqa: E731
+    table, m, w = (draw().astype("complex64") for _ in range(3))
+    v = np.abs(draw().real) + 1j * np.abs(draw().real)
+    v = v.astype("complex64")
+    real = {"exp_avg": m.view("float32"), "exp_avg_sq": v.view("float32")}
+    tx, params = js.adam(0.1), {"table": table.view("float32")}
+    state = import_state(tx, params, {"table": real}, 5)
+
+    def loss(params):  # of w.conj() * rows, whose gradient in PyTorch's sense is w
+        rows = params["table"][jnp.arange(3)]
+        rows = jax.lax.complex(rows[..., ::2], rows[..., 1::2])
+        return (w.conj() * rows).real.sum()
+
+    new, _ = tx.apply(js.grad(loss)(params), state, params)
+    m = 0.9 * m + 0.1 * w
+    v = 0.999 * v + 0.001 * (w.real**2 + 1j * w.imag**2)
+    m, v = m / (1 - 0.9**6), v / (1 - 0.999**6)
+    step = m.real / (np.sqrt(v.real) + 1e-8) + 1j * m.imag / (np.sqrt(v.imag) + 1e-8)
+    wanted = (table - 0.1 * step).astype("complex64")
+    assert_close(np.asarray(new["table"]).view("complex64"), wanted, 1e-5, 1e-6)
+
+
 def test_a_parameter_that_was_never_stepped_starts_anew():
     """PyTorch has no state for it."""
     params, arrays = torch_params(TORCH["adagrad"]), TORCH["adagrad"]
@@ -467,7 +573,7 @@ WRONG = {
     "missing": (
         dict(exp_avg_sq=LEFT_OUT),
         r"nu at \['table'\] wants one slot, named nu or exp_avg_sq or Adam_1 or v or "
-        r"velocity, got step, exp_avg",
+        r"velocity or momentum2 or momentum_2, got step, exp_avg",
     ),
     "twice": (dict(m=ones(6, 3)), r"mu at .* wants one slot.*got exp_avg and m"),
     "unknown": (

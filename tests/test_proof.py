@@ -30,6 +30,7 @@ OPTIMIZERS = [
     ("sgd", {"momentum": 0.9}),
     ("rmsprop", {"centered": True, "momentum": 0.9}),
     ("adafactor", {"min_dim_size_to_factor": 1}),
+    ("adam", {"bias_correction": "row"}),
 ]
 EXACT = [
     ("sgd", {"momentum": 0.9}),
@@ -40,6 +41,8 @@ EXACT = [
     ("adadelta", {}),
     ("lion", {}),
     ("partial_rowwise_adam", {}),
+    ("partial_rowwise_adam", {"weight_decay": 0.1}),
+    ("rowwise_adagrad", {"weight_decay": 0.1}),
     ("proximal_adagrad", {}),
 ]
 
