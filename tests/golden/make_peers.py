@@ -1,11 +1,13 @@
 """Makes peers.json: what other libraries compute on gradients with duplicate ids.
 
     python make_peers.py torch    # torch 2.14.1, fbgemm-gpu-cpu 1.9.0, torchrec 1.9.2
+                                  # (torchrec with --no-deps: it brings fbgemm-gpu)
     python make_peers.py keras    # keras 3.15.1 with tensorflow-cpu 2.21.0
 
 Each in an environment with those libraries; each writes its own sections. All on a CPU.
 FBGEMM's ADAM, PARTIAL_ROWWISE_ADAM, LAMB and PARTIAL_ROWWISE_LAMB refuse a CPU: theirs are
-made here by the formulas of their templates, in float64, and are marked ``formula``.
+made here by the formulas of their templates (FBGEMM's main at 00c10a0,
+fbgemm_gpu/codegen/genscript/optimizers.py), in float64, in the section ``fbgemm_formula``.
 """
 
 import json
@@ -21,7 +23,7 @@ SCALES = (1.0, 1e-2, 1e-4, 1e-6, 1e-8)
 
 
 def inputs():
-    """A table of 6 rows; row 5 is never looked up, and row 4 in three of the steps alone."""
+    """A table of 6 rows: row 5 is never looked up, row 4 in three steps alone."""
     rng = np.random.RandomState(72)
     start = rng.normal(size=(6, 4)).astype("float32")
     ids = rng.choice(4, (STEPS, 5))
@@ -182,6 +184,18 @@ def with_fbgemm():
             made(torch.tensor(IDS[0]), torch.arange(len(IDS[0]) + 1))
         counts[optimizer] = {"3 steps": trained, "and a forward": int(made.iter[0])}
 
+    made = layer(
+        "EXACT_SGD",
+        np.zeros((6, 4), "float32"),
+        learning_rate=1.0,
+        gradient_clipping=True,
+        max_gradient=1.0,
+    )
+    weights = {"per_sample_weights": torch.tensor([2.0, 0.25, 1.0])}
+    out = made(torch.tensor([2, 2, 3]), torch.tensor([0, 2, 3]), **weights)
+    (out * torch.tensor([[3.0], [0.5]])).sum().backward()
+    clipped = table(made)[:, 0]
+
     refuse = {}
     for optimizer in ("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"):
         try:
@@ -189,7 +203,9 @@ def with_fbgemm():
         except AssertionError as error:
             refuse[optimizer] = str(error)
 
-    mean = layer("EXACT_SGD", np.arange(24, dtype="float32").reshape(6, 4), PoolingMode.MEAN)
+    mean = layer(
+        "EXACT_SGD", np.arange(24, dtype="float32").reshape(6, 4), PoolingMode.MEAN
+    )
     weights = {"per_sample_weights": torch.tensor([3.0, 1.0])}
     mean = mean(torch.tensor([1, 3]), torch.tensor([0, 2]), **weights).detach().numpy()
 
@@ -207,8 +223,13 @@ def with_fbgemm():
         "fbgemm": runs,
         "fbgemm_iter": counts,
         "fbgemm_on_a_cpu": refuse,
-        "fbgemm_mean": {"ids": np.array([1, 3]), "weights": np.array([3.0, 1]), "out": mean},
+        "fbgemm_mean": {
+            "ids": np.array([1, 3]),
+            "weights": np.array([3.0, 1]),
+            "out": mean,
+        },
         "fbgemm_bounds": bounds,
+        "fbgemm_clipped_bags": clipped,
     }
 
 
@@ -287,13 +308,99 @@ def with_torch():
     }
 
 
+def with_torchrec():
+    """Two tables, one of them for two features, after three and after five steps."""
+    import gc
+
+    import torch
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+    from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
+    from torchrec.optim import RowWiseAdagrad
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
+    values = np.array([1, 4, 1, 1, 2, 2, 3, 3, 5])
+    lengths = np.array([1, 2, 0, 2, 3, 1])  # two bags of each feature
+    keys = ["user", "friend", "item"]
+    kjt = KeyedJaggedTensor.from_lengths_sync(
+        keys=keys, values=torch.tensor(values), lengths=torch.tensor(lengths)
+    )
+
+    def config(name, rows, features):
+        return EmbeddingBagConfig(
+            name=name, num_embeddings=rows, embedding_dim=4, feature_names=features
+        )
+
+    configs = [config("user", 6, ["user", "friend"]), config("item", 8, ["item"])]
+    fused = FusedEmbeddingBagCollection(
+        tables=configs, optimizer_type=RowWiseAdagrad, optimizer_kwargs={"lr": RATE}
+    )
+    tables = {"user": START, "item": np.concatenate([START[2:], START[:4]])}
+    weights = {f"embedding_bags.{name}.weight": x for name, x in tables.items()}
+    fused.load_state_dict({key: torch.tensor(x) for key, x in weights.items()})
+    found = {"values": values, "lengths": lengths, "start": tables}
+    for number in range(1, 6):
+        out = fused(kjt)
+        if number == 1:
+            found["out"] = {key: x.detach().numpy() for key, x in out.to_dict().items()}
+        (out.values() ** 2).sum().backward()
+        if number in (3, 5):
+            state = fused.fused_optimizer().state_dict()["state"]
+            slots = {key: x for each in state.values() for key, x in each.items()}
+            found[f"after_{number}"] = {
+                "tables": {
+                    name: fused.state_dict()[f"embedding_bags.{name}.weight"].numpy().copy()
+                    for name in tables
+                },
+                "slots": {key: x.detach().numpy().copy() for key, x in slots.items()},
+            }
+    kernels = (
+        x for x in gc.get_objects() if isinstance(x, SplitTableBatchedEmbeddingBagsCodegen)
+    )
+    found["eps"] = sorted({x.optimizer_args.eps for x in kernels})
+    found["eps_of_the_class"] = RowWiseAdagrad(
+        [torch.nn.Parameter(torch.ones(2, 2))]
+    ).defaults["eps"]
+
+    plain = EmbeddingBagCollection(tables=configs)
+    optimizer = RowWiseAdagrad(plain.parameters(), lr=RATE)
+    (plain(kjt).values() ** 2).sum().backward()
+    optimizer.step()
+    slots = optimizer.state_dict()["state"][0]
+    found["unfused"] = {name: list(x.shape) for name, x in slots.items()}
+
+    def jagged(ids):
+        lengths = torch.ones(len(ids), dtype=torch.int64)
+        return {"f": JaggedTensor(values=torch.tensor(ids), lengths=lengths)}
+
+    options = {"zch_size": 8, "device": torch.device("cpu")}
+    mch = MCHManagedCollisionModule(
+        eviction_policy=LRU_EvictionPolicy(), eviction_interval=1, **options
+    )
+    for _ in range(2):
+        mch.profile(jagged([5, 7, 2**33]))
+    found["mch"] = mch.remap(jagged([5, 7, 2**33, 99, 98]))["f"].values().numpy()
+    mpzch = HashZchManagedCollisionModule(total_num_buckets=2, is_inference=True, **options)
+    mpzch.eval()
+    owners = np.arange(1000, 1008)
+    mpzch._hash_zch_identities.copy_(torch.tensor(owners)[:, None])
+    found["mpzch"] = mpzch.remap(jagged([1000, 1003, 99]))["f"].values().numpy()
+    return {"torchrec": found}
+
+
 def of_torch():
+    from importlib.metadata import version
+
     import fbgemm_gpu
     import torch
 
     warnings.simplefilter("ignore")
     versions = {"torch": torch.__version__.partition("+")[0]}
-    versions["fbgemm-gpu-cpu"] = fbgemm_gpu.__version__
+    versions |= {"fbgemm-gpu-cpu": fbgemm_gpu.__version__, "torchrec": version("torchrec")}
     write(
         start=START,
         ids=IDS,
@@ -304,6 +411,7 @@ def of_torch():
         fbgemm_formula=formulas(),
         **with_fbgemm(),
         **with_torch(),
+        **with_torchrec(),
     )
 
 
