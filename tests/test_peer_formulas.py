@@ -277,7 +277,7 @@ def test_the_steps_of_a_row():
     counts = state.row_counts
     np.testing.assert_array_equal(counts["table"], 2 * np.eye(5)[[4, 2]])
     assert (counts["w"] == 2).all() and counts["b"] == 0
-    with pytest.raises(ValueError, match=r'"row"\): .* take every step.*; leave "step"'):
+    with pytest.raises(ValueError, match=r'bias_correction="row", as .* take every step'):
         js.adam(0.1, bias_correction="row", untouched="exact")
 
 
@@ -295,7 +295,7 @@ def test_a_late_row_begins_with_a_step_of_the_learning_rate():
 
 @pytest.mark.parametrize("name", ["rowwise_adagrad", "partial_rowwise_adam"])
 def test_decay_by_mask(name):
-    """Leaves that it leaves out do not decay, lazy and exact; params are wanted."""
+    """Leaves that it leaves out do not decay, lazy and exact; decay wants parameters."""
     mask, kwargs = {"a": True, "b": False}, {"weight_decay": 0.5}
     params = {key: jnp.ones((4, 2)) for key in mask}
     for untouched in ("lazy", "exact"):
@@ -306,8 +306,11 @@ def test_decay_by_mask(name):
         left = [1.0, 0.95, 1.0, 1.0] if untouched == "lazy" else [0.95] * 4
         np.testing.assert_allclose(new["a"][:, 0], left, rtol=1e-6)
         np.testing.assert_array_equal(new["b"], params["b"])
+        tx = getattr(js, name)(0.1, **kwargs, untouched=untouched)
         with pytest.raises(ValueError, match=r"needs the parameters as well"):
-            tx.update(grads, state)
+            tx.update(grads, tx.init(params))
+    tx = getattr(js, name)(0.1)
+    tx.update(grads, tx.init(params))
 
 
 def test_without_decay_nothing_catches_up():

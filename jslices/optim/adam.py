@@ -98,12 +98,10 @@ def adam(
     in float64 for tables of float64.
     """
     moments = Moments(b1, b2, eps, eps_root, nesterov, eps_hat)
-    by_row, exact = bias_correction == "row", untouched == "exact"
-    if by_row and exact:
-        raise ValueError(
-            'adam(untouched="exact", bias_correction="row"): rows that catch up take every '
-            'step, as in a dense optimizer, so that each counts them all; leave "step"'
-        )
+    by_row = bias_correction == "row"
+    if by_row:
+        why = "as rows that catch up take every step, and would all count the same"
+        rule.check_lazy("adam", untouched, f'of bias_correction="row", {why}')
 
     def update(step: rule.Step) -> rule.Kernel:
         size, direction = step.size(learning_rate), moments.direction(step)
@@ -119,7 +117,7 @@ def adam(
 
         return kernel
 
-    missed = moments.missed("adam", learning_rate) if exact else None
+    missed = moments.missed("adam", learning_rate) if untouched == "exact" else None
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
     if by_row:
         state["row_counts"] = rule.row_of(0, jnp.int32)
