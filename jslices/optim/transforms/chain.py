@@ -7,6 +7,7 @@ import jax
 
 from jslices._grad.untouched import read_update
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
+from jslices.optim.engine.checks import other_state
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import (
     GradientTransformation,
@@ -14,7 +15,6 @@ from jslices.optim.engine.protocol import (
     is_leaf,
     widening,
 )
-from jslices.optim.engine.transformation import other_state
 from jslices.optim.transforms import base
 
 MOVES_OTHER_ROWS = (

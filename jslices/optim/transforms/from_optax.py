@@ -15,10 +15,10 @@ from jslices._rows.access import room_for_distinct, rows_numbered, set_rows, whe
 from jslices._slices import IndexedSlices, deduplicated, is_slices
 from jslices._typing import Gradients, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine import protocol
+from jslices.optim.engine.checks import checked_gradient, other_state
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
 from jslices.optim.engine.step import Plan, read_rows
-from jslices.optim.engine.transformation import checked_gradient, other_state
 
 MIXES = (
     "from_optax: this transformation does not treat each row by itself, as far as can be "

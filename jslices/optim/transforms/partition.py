@@ -17,9 +17,9 @@ from jax.tree_util import PyTreeDef
 from jslices._arguments import is_function
 from jslices._jax import broadcast_prefix, flatten
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
+from jslices.optim.engine.checks import check_fields
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf, paths_of
-from jslices.optim.engine.transformation import check_fields
 from jslices.optim.transforms.base import as_transformation, renumbering, stateless
 
 #: ``call(tx, share, state) -> (result, state)``, a function of one of the transformations;
