@@ -174,6 +174,10 @@ def test_rows_by_table(untouched):
     some = {**dict.fromkeys(PARAMS), "emb": {**dict.fromkeys(PARAMS["emb"]), "t1": 0.5}}
     of_rows = UNSTACK.per_row(some, default=1.0).tables["4"]
     assert of_rows(jnp.array([0, 29, 30, 60, 61])).tolist() == [1, 1, 0.5, 0.5, 1]
+    height = UNSTACK.tables["4"].num_rows
+    spread = js.spread_ids(jnp.arange(height), height)
+    back = of_rows(js.spread_ids(spread, height, inverse=True))
+    np.testing.assert_array_equal(back, of_rows(jnp.arange(height)))
 
 
 def test_partition_and_masks_by_stack():
