@@ -34,8 +34,9 @@ ELSEWHERE = {
     "workers.md": "tests/test_accumulator_server.py",
 }
 ALONE = {"speed.md": "keep_memory is for the whole process"}
-# Half of the time of all pages: in CI alone.
+# Half of the time of all pages, or with libraries that the tests' extra lacks: in CI alone.
 LONG = ["data_parallel", "host_tables", "language_models", "recipes", "sharding"]
+NEEDS = {"recommenders": "flax"}
 TEXT = (DOCS / "operations.md").read_text()
 
 
@@ -55,13 +56,16 @@ def plain(text):
     ["page"],
     slow_unless(
         [(page,) for page in sorted({*PYTHON} - {*ELSEWHERE} - {*ALONE})],
-        lambda case: pathlib.Path(case[0]).stem not in LONG,
+        lambda case: pathlib.Path(case[0]).stem not in {*LONG, *NEEDS},
     ),
 )
 def test_code_runs(page, tmp_path, monkeypatch):
     """All blocks are one file, by whose name and lines explain and warnings speak."""
     monkeypatch.chdir(tmp_path)
-    name = f"{pathlib.Path(page).stem}.py"
+    stem = pathlib.Path(page).stem
+    if stem in NEEDS:
+        pytest.importorskip(NEEDS[stem])
+    name = f"{stem}.py"
     whole = "".join(code for code, _ in blocks(page)).splitlines(True)
     monkeypatch.setitem(linecache.cache, name, (len(whole), None, whole, name))
     names, line = {}, 0

@@ -310,7 +310,7 @@ def test_models_of_other_libraries(make):
 
 
 def nnx_model():
-    from flax import nnx
+    nnx = pytest.importorskip("flax.nnx")
 
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -326,7 +326,7 @@ def nnx_model():
 
 
 def linen_model():
-    from flax import linen
+    linen = pytest.importorskip("flax.linen")
 
     class Model(linen.Module):
         @linen.compact
