@@ -196,6 +196,21 @@ def test_partition_and_masks_by_stack():
     assert_same(UNSTACK(stacked[0]), apart[0])
 
 
+def test_names_of_optimizers_may_be_those_of_tables():
+    params = {"a": normal(9, 4), "b": normal(7, 4)}
+    stacked, unstack = stack_tables(params)
+    loss = lambda p, ids: jnp.sum(p["a"][ids] * p["b"][ids])  # noqa: E731
+    each = {"a": js.adam(0.1, untouched="exact"), "b": js.sgd(0.1)}
+    apart = js.optim.partition(each, "a")
+    both = js.optim.partition(each, unstack.per_stack("a"))
+    ids = [(jnp.array([1, 2]),), (jnp.array([0, 2]),)]
+    one = trained(apart, params, loss, ids)
+    two = trained(both, stacked, lambda p, ids: loss(unstack(p), ids), ids)
+    assert_same(unstack(two[0]), one[0], rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(unstack(two[1])) == jax.tree.structure(one[1])
+    assert jax.tree.structure(unstack.stack(one[1])) == jax.tree.structure(two[1])
+
+
 def test_tables_of_one_string_are_together():
     where = {
         **dict.fromkeys(PARAMS, False),

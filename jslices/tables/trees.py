@@ -223,11 +223,16 @@ class Unstack:
         return extend.map_clocks(_counted, tree)
 
     def _mirrors(self, tree: PyTree) -> bool:
+        """Whether it has an array for each of params, or what a mask leaves of one."""
         try:
-            self._tree.flatten_up_to(tree)
+            parts = [extend.unboxed(x) for x in self._tree.flatten_up_to(tree)]
         except ValueError:
             return False
-        return True
+        arrays = [hasattr(x, "shape") for x in parts]
+        return any(arrays) and all(
+            is_array or not jax.tree.leaves(x)
+            for is_array, x in zip(arrays, parts, strict=True)
+        )
 
     def _each(self, caller: str, values: PyTree) -> list[Any]:
         params = self._tree.unflatten(range(len(self._names)))
