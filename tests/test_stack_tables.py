@@ -277,6 +277,19 @@ def test_checkpoints_in_either_form(tmp_path):
     assert_same(tx.flush(again["p"], again["s"])[0], tx.flush(params, state)[0])
 
 
+@pytest.mark.slow
+def test_slots_of_other_libraries_and_back():
+    """They are those of tables apart."""
+    tx = js.adam(0.1, untouched="exact")
+    params, state = flushed(tx, *trained(tx, STACKED, of_stacked))
+    slots = js.checkpoint.export_state(UNSTACK(params), UNSTACK(state), "torch")
+    assert slots["emb"]["t1"]["exp_avg"].shape == (ROWS + 1, 4)
+    again = js.checkpoint.import_state(tx, UNSTACK(params), slots, count=len(BATCHES))
+    one = flushed(tx, *trained(tx, params, of_stacked, state=UNSTACK.stack(again)))
+    two = flushed(tx, *trained(tx, params, of_stacked, state=state))
+    assert_same(one[0], two[0], rtol=1e-5, atol=1e-6)
+
+
 def test_tables_that_grow_go_and_join():
     tx = js.adam(0.1, untouched="exact")
     params, state = flushed(tx, *trained(tx, STACKED, of_stacked))
