@@ -81,8 +81,8 @@ def hint_many_tables(tables: Iterable[tuple[tuple[int, ...], str]]) -> None:
             hint_once(
                 ("tables", row, dtype),
                 f"a step of {count} tables {dtype}[{shape}] compiles a lookup, a sort and "
-                "a step for each of them, of 26 in two to five times the time. In one array they "
-                "are one: stacked, unstack = jslices.tables.stack_tables(params, "
+                "a step for each of them, of 26 in two to five times the time. In one "
+                "array they are one: stacked, unstack = jslices.tables.stack_tables(params, "
                 "jslices.explain(loss)(params, *batch)), then train lambda p, *batch: "
                 "loss(unstack(p), *batch) with the parameters stacked",
             )
