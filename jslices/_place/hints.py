@@ -82,9 +82,9 @@ def hint_many_tables(tables: Iterable[tuple[tuple[int, ...], str]]) -> None:
                 ("tables", row, dtype),
                 f"a step of {count} tables {dtype}[{shape}] compiles a lookup, a sort and "
                 "a step for each of them, of 26 in two to five times the time. In one "
-                "array they are one: stacked, unstack = jslices.tables.stack_tables(params, "
-                "jslices.explain(loss)(params, *batch)), then train lambda p, *batch: "
-                "loss(unstack(p), *batch) with the parameters stacked",
+                "array they are one: stacked, unstack = jslices.tables.stack_tables("
+                "params, jslices.explain(loss)(params, *batch)), then train lambda p, "
+                "*batch: loss(unstack(p), *batch) with the parameters stacked",
             )
 
 
