@@ -457,3 +457,32 @@ def test_many_tables_apart_are_hinted_at(monkeypatch):
     lower(loss, {k: tables[k] for k in list(tables)[:7]})  # warnings are errors here
     stacked, unstack = stack_tables(tables)
     lower(lambda at, ids: loss(unstack(at), ids), stacked)
+
+
+@pytest.mark.parametrize("tx", [js.adam(0.1), js.adamw(SCHEDULE, untouched="exact")])
+def test_stacks_in_host_memory(tx):
+    stacked, unstack = stack_tables(PARAMS["emb"])
+    tables = unstack.tables["4"]
+    beginning = np.asarray(stacked.tables["4"])
+
+    def of_rows(rows, labels):
+        return jnp.mean((jnp.sum(rows, (1, 2)) - labels) ** 2)
+
+    def apart(emb, ids, labels):
+        rows = [emb[f"t{n}"][ids[:, n]] for n in range(COUNT)]
+        return of_rows(jnp.stack(rows, 1), labels)
+
+    @fast_jit
+    def step(rows, places, labels):
+        in_host = lambda now: of_rows(js.embedding_lookup(now, places), labels)  # noqa: E731
+        now, state = rows.unpack()
+        return rows.pack(*tx.apply(js.grad(in_host)(now), state, now))
+
+    batches = [(ids % ROWS, labels) for ids, labels in BATCHES]
+    host = js.HostTable(tables.shape, tx, init=lambda rows: beginning[rows], size=64)
+    for ids, labels in batches:
+        rows, places = host.fetch(np.asarray(tables.rows(ids)))
+        host.store(step(rows, places, labels))
+    expected, _ = flushed(tx, *trained(tx, PARAMS["emb"], apart, batches))
+    now = tables.split(jnp.asarray(host.read(np.arange(tables.num_rows))))
+    assert_close(now, dict(zip(tables.names, expected.values(), strict=True)))
