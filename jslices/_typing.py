@@ -17,6 +17,11 @@ State: TypeAlias = Any
 Aval: TypeAlias = Any
 #: Arrays, one after the other.
 Arrays: TypeAlias = tuple[jax.Array, ...]
+#: The state of rows, by name: arrays ``[V, ...]`` beside a parameter, or some rows of them.
+#: Rows that catch up have their ``"last"`` step there too.
+Record: TypeAlias = dict[str, jax.Array]
+#: What a step does to rows: what it adds to them, and what it changes of their state.
+Change: TypeAlias = tuple[jax.Array, Record]
 #: A key of ``jax.random``, typed or old.
 Key: TypeAlias = jax.Array
 #: A dimension: an int, or a symbolic one of ``jax.export``.

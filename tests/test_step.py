@@ -35,6 +35,19 @@ class Kernel:
     num_read: int = 0
 
 
+def run(step, plan, indices, values, p, arrays):
+    """``(indices, update, *new)`` of ``step(g, *p, *arrays)``, with state by position."""
+
+    def kernel(g, p, state):
+        arrays = [state[str(n)] for n in range(len(state))]
+        update, *new = step(g, *([] if p is None else [p]), *arrays)
+        return update, {str(n): x for n, x in enumerate(new)}
+
+    state = {str(n): x for n, x in enumerate(arrays)}
+    indices, update, new = execute(kernel, (V,), plan, indices, values, p, state)
+    return indices, update, *(new[str(n)] for n in range(len(state)))
+
+
 def _rms(g):
     """The root of the mean of squares of each row, ``[U, 1]``."""
     return (g * g).mean(-1, keepdims=True) ** 0.5
@@ -63,13 +76,12 @@ def compiled(name, plan):
     """``(indices, values, *arrays) -> (indices, update, *new)`` by that plan."""
     kernel = KERNELS[name]
     return fast_jit(
-        lambda indices, values, *arrays: execute(
+        lambda indices, values, *arrays: run(
             kernel.step,
-            (V,),
             plan,
             indices,
             values,
-            arrays[: kernel.num_read],
+            arrays[0] if kernel.num_read else None,
             arrays[kernel.num_read :],
         )
     )
@@ -159,7 +171,7 @@ def test_dtypes_of_the_arrays_are_kept(plan):
     kernel = lambda g, m: (g.astype(jnp.float32) + m, m + g.astype(jnp.float32))  # noqa: E731
     ids = np.arange(K, dtype=np.int32) % 4
     values, m = np.ones((K, D), jnp.bfloat16), np.ones((V, D), jnp.bfloat16)
-    step = fast_jit(lambda *x: execute(kernel, (V,), plan, *x[:2], (), x[2:]))
+    step = fast_jit(lambda *x: run(kernel, plan, *x[:2], None, x[2:]))
     _, update, new = step(ids, values, m)
     assert (update.dtype, new.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(new)[:, 0], [7] * 4 + [1] * 6)
@@ -199,13 +211,24 @@ def test_a_pass_over_all_rows_keeps_those_without_a_gradient(kernel):
 
     @fast_jit
     def both(rows, dense, a, b):
-        stepped = execute(kernel, (V,), Plan("all rows", 5, V), ids, rows, (), (a, b))
+        stepped = run(kernel, Plan("all rows", 5, V), ids, rows, None, (a, b))
         return stepped, kernel(dense, a, b)
 
     (indices, *new), wanted = both(rows, numpy_dense(rows, ids, (V, 4)), a, b)
     check_entries(indices, new[0], [1, 4])
     for got, each, old in zip(new, wanted, (0 * a, a, b), strict=True):
         np.testing.assert_allclose(got, np.where(named, each, old), rtol=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_state_that_a_kernel_does_not_return_stays(plan):
+    ids = np.arange(K, dtype=np.int32) % 4
+    a, b = np.ones((V, D), np.float32), np.full((V, D), 2, np.float32)
+    step = fast_jit(lambda *x: run(lambda g, a, b: (b, a + g), plan, *x[:2], None, x[2:]))
+    _, update, new_a, same_b = step(ids, np.ones((K, D), np.float32), a, b)
+    assert np.asarray(update).sum() == 4 * D * 2
+    np.testing.assert_array_equal(new_a[:, 0], [7] * 4 + [1] * 6)
+    np.testing.assert_array_equal(same_b, b)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -217,7 +240,7 @@ def test_derivatives_by_what_a_kernel_closes_over_and_by_rows(plan):
 
     def after(rate, values, m):
         kernel = lambda g, m: (rate * g / (1 + m), m + rate * g * g)  # noqa: E731
-        indices, update, new = execute(kernel, (V,), plan, ids, values, (), [m])
+        indices, update, new = run(kernel, plan, ids, values, None, [m])
         return (jnp.zeros((V, D)).at[indices].add(update, mode="drop") * new).sum()
 
     def wanted(rate, values, m):

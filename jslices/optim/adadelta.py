@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, faded
@@ -89,8 +89,9 @@ def adadelta(
     if exact:
         rule.check_fading("adadelta", rho=rho)
 
-        def advance(missed: Missed, p: jax.Array, *means: jax.Array) -> Arrays:
-            return jnp.zeros_like(p), *(faded(rho, missed, mean) for mean in means)
+        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
+            means = {name: faded(rho, missed, state[name]) for name in ("e_g", "e_x")}
+            return jnp.zeros_like(p), means
 
         missed = MissedSteps(advance, learning_rate)
 
@@ -98,12 +99,12 @@ def adadelta(
         def update(step: rule.Step) -> rule.Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, p: jax.Array, *means: jax.Array) -> Arrays:
-                e_g, e_x = means
+            def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
                 g = rule.with_decay(g, p, rate, step.count)
-                e_g = rule.decayed(e_g, g**2, rho)
+                e_g, e_x = rule.decayed(state["e_g"], g**2, rho), state["e_x"]
                 x = (jnp.sqrt(e_x + eps) / jnp.sqrt(e_g + eps)) * g
-                return rule.scaled(size, x), e_g, rule.decayed(e_x, x**2, rho)
+                new = {"e_g": e_g, "e_x": rule.decayed(e_x, x**2, rho)}
+                return rule.scaled(size, x), new
 
             return kernel
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jslices._place.boundary import filled_like
 from jslices._slices import IndexedSlices
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -120,8 +120,9 @@ def adafactor(
         starts["momentum"] = rule.zeros(dtype_momentum)
 
     def rule_of(decay: Scalar | Schedule | None) -> Rule:
-        def finished(step: Step, by_row: bool, u: Any, p: Any, *mean: Any) -> Arrays:
+        def finished(step: Step, by_row: bool, u: Any, p: Any, state: Record) -> Change:
             """The update of the direction ``u``, and the new momentum if there is one."""
+            new = {}
             if clipping_threshold is not None:
                 u = u / jnp.maximum(1.0, _size(u, by_row) / clipping_threshold)
             if learning_rate is not None:
@@ -131,11 +132,11 @@ def adafactor(
             if multiply_by_parameter_scale:
                 u = u * jnp.maximum(_size(p, by_row), 1e-3)
             if momentum is not None:
-                u = rule.decayed(mean[0], u, momentum)
-                mean = (u.astype(dtype_momentum),)
+                u = rule.decayed(state["momentum"], u, momentum)
+                new["momentum"] = u.astype(dtype_momentum)
             if decay is not None:
                 u = rule.with_decay(u, p, decay, step.count)
-            return (-1 * u, *mean)
+            return -1 * u, new
 
         return _Factors(axes_of, eps, decay_rate, decay_offset, finished).rule(starts)
 
@@ -149,13 +150,13 @@ def adafactor(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Factors:
-    """The second moment, and what uses it: ``finished(step, by_row, u, p, *momentum)``."""
+    """The second moment, and what uses it: ``finished(step, by_row, u, p, state)``."""
 
     axes_of: Callable[[tuple[int, ...]], tuple[int, int] | None]
     eps: Scalar
     decay_rate: Scalar
     decay_offset: int
-    finished: Callable[..., Arrays]
+    finished: Callable[..., Change]
 
     def rule(self, state: Mapping[str, Callable[[jax.Array], jax.Array]]) -> Rule:
         return Rule(
@@ -166,68 +167,61 @@ class _Factors:
             reads_params=True,
         )
 
-    def on_array(self, step: Step, g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
+    def on_array(self, step: Step, g: jax.Array, p: jax.Array, state: Record) -> Change:
         """A step of a whole array."""
-        v_row, v_col, v, *mean = state
         axes = self.axes_of(p.shape)
         squares = rule.squared(g) + self.eps
         if axes is None:
-            v = self._mixed(step, v, squares)
-            u = g * v**-0.5
+            v = self._mixed(step, state["v"], squares)
+            u, new = g * v**-0.5, {"v": v}
         else:
             short, long = axes
-            v_row = self._mixed(step, v_row, jnp.mean(squares, axis=long))
-            v_col = self._mixed(step, v_col, jnp.mean(squares, axis=short))
+            v_row = self._mixed(step, state["v_row"], jnp.mean(squares, axis=long))
+            v_col = self._mixed(step, state["v_col"], jnp.mean(squares, axis=short))
+            new = {"v_row": v_row, "v_col": v_col}
             axis = short - 1 if short > long else short
             row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
             u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
-        u, *mean_now = self.finished(step, False, u, p, *mean)
-        return u, v_row, v_col, v, *mean_now
+        u, mean = self.finished(step, False, u, p, state)
+        return u, {**new, **mean}
 
-    def on_slices(
-        self, step: Step, g: IndexedSlices, p: jax.Array, *state: jax.Array
-    ) -> Arrays:
+    def on_slices(self, step: Step, g: IndexedSlices, p: jax.Array, state: Record) -> Any:
         """A step of the rows that have a gradient."""
-        v_row, v_col, v, *mean = state
         axes = self.axes_of(p.shape)
+        by_row = {k: x for k, x in state.items() if k in ("v", "momentum")}
         if axes is None:
-            kernel = partial(self._step_row, step)
-            u, v, *mean_now = step_rows(kernel, g, [p], [v, *mean])
-            return u, v_row, v_col, v, *mean_now
+            return step_rows(partial(self._step_row, step), g, p, by_row)
         if p.ndim != 2:
             rows = "" if g.row_axes == 1 else f"; or keep the table as {list(g.flat.shape)}"
             raise ValueError(
                 f"adafactor got slices of a factored parameter of shape {p.shape}, and "
                 f"factors tables [V, D]: type factored=False{rows}"
             )
-        if axes == (1, 0):  # a tall table: v_col has a number for each row
-            u, v_col, v_row, *mean_now = self._in_factors(step, g, p, v_col, v_row, *mean)
-        else:
-            u, v_row, v_col, *mean_now = self._in_factors(step, g, p, v_row, v_col, *mean)
-        return u, v_row, v_col, v, *mean_now
+        # Of a tall table v_col has a number for each row.
+        names = ("v_col", "v_row") if axes == (1, 0) else ("v_row", "v_col")
+        return self._in_factors(step, g, p, state, *names)
 
-    def _step_row(
-        self, step: Step, g: jax.Array, p: jax.Array, v: jax.Array, *mean: jax.Array
-    ) -> Arrays:
+    def _step_row(self, step: Step, g: jax.Array, p: jax.Array, state: Record) -> Change:
         """A step of rows whose second moment is whole."""
         b = self._forgetting(step)
-        v = b * v + (1.0 - b) * (rule.squared(g) + self.eps)
-        u, *mean_now = self.finished(step, True, g * v**-0.5, p, *mean)
-        return u, v, *mean_now
+        v = b * state["v"] + (1.0 - b) * (rule.squared(g) + self.eps)
+        u, mean = self.finished(step, True, g * v**-0.5, p, state)
+        return u, {"v": v, **mean}
 
     def _in_factors(
-        self, step: Step, g: IndexedSlices, p: jax.Array, *state: jax.Array
-    ) -> Arrays:
+        self, step: Step, g: IndexedSlices, p: jax.Array, state: Record, row: str, col: str
+    ) -> Any:
         """A step of rows whose second moment is a number for each row and column."""
-        rows, columns, *mean = state
-        b = self._forgetting(step)
+        columns, b = state[col], self._forgetting(step)
         total = jnp.sum(g.values**2, axis=0, dtype=columns.dtype)
         columns = self._mixed(step, columns, total / p.shape[0] + self.eps)
 
-        def remember(g: jax.Array, row: jax.Array) -> Arrays:
-            return g, b * row + (1.0 - b) * rule.row_mean(rule.squared(g) + self.eps)
+        def remember(g: jax.Array, p: None, state: Record) -> Change:
+            mean = rule.row_mean(rule.squared(g) + self.eps)
+            return g, {row: b * state[row] + (1.0 - b) * mean}
 
-        _, rows = step_rows(remember, g, [], [rows], unique=True)
+        _, factor = step_rows(remember, g, None, {row: state[row]}, unique=True)
+        rows = factor[row]
         some = jnp.any(g.indices < p.shape[0])
         by_row, by_column = (
             derivable(jnp.broadcast_to(some, x.shape), x) for x in (rows, columns)
@@ -236,12 +230,14 @@ class _Factors:
         tall = self.axes_of(p.shape) == (1, 0)
         mean_square = jnp.mean(by_column if tall else by_row)
 
-        def kernel(g: jax.Array, p: jax.Array, row: jax.Array, *mean: jax.Array) -> Arrays:
-            u = g * (by_column[None] * (rule.per_row(row, g) / mean_square)) ** -0.5
-            return self.finished(step, True, u, p, *mean)
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+            mean = rule.per_row(state[row], g) / mean_square
+            u = g * (by_column[None] * mean) ** -0.5
+            return self.finished(step, True, u, p, state)
 
-        u, *mean_now = step_rows(kernel, g, [p, rows], mean, unique=True)
-        return u, rows, columns, *mean_now
+        momentum = {k: x for k, x in state.items() if k == "momentum"}
+        u, new = step_rows(kernel, g, p, {row: rows, **momentum}, unique=True)
+        return u, {**new, col: columns}
 
     def _forgetting(self, step: Step) -> jax.Array:
         """How much of a mean stays."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._typing import Arrays
+from jslices._typing import Change, Record
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -64,14 +64,14 @@ def adagrad(
     def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
-            total = rule.squared(g) + total
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+            total = rule.squared(g) + state["sum_of_squares"]
             if eps_in_sqrt:
                 scale = lax.rsqrt(total + eps)
             else:
                 scale = 1 / (jnp.sqrt(total) + eps)
             scale = jnp.where(total > 0, scale, 0.0)
-            return rule.scaled(size, scale * g), total
+            return rule.scaled(size, scale * g), {"sum_of_squares": total}
 
         return kernel
 

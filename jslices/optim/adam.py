@@ -1,11 +1,12 @@
 """Adam, lazy or exact on the rows that got no gradient."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays, Scalar, Schedule
+from jslices._typing import Change, Record, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, faded, step_moments
@@ -106,14 +107,13 @@ def adam(
     def update(step: rule.Step) -> rule.Kernel:
         size, direction = step.size(learning_rate), moments.direction(step)
 
-        def kernel(
-            g: jax.Array, p: jax.Array, mu: jax.Array, nu: jax.Array, *counts: jax.Array
-        ) -> Arrays:
-            own = direction
-            for count in counts:
-                own = moments.direction(rule.Step(rule.per_row(count, g)))
-            u, mu, nu = own(g, mu, nu)
-            return rule.scaled(size, u), mu, nu, *map(rule.next_count, counts)
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+            if not by_row:
+                u, new = direction(g, state)
+                return rule.scaled(size, u), new
+            counts = state["row_counts"]
+            u, new = moments.direction(rule.Step(rule.per_row(counts, g)))(g, state)
+            return rule.scaled(size, u), {**new, "row_counts": rule.next_count(counts)}
 
         return kernel
 
@@ -134,22 +134,23 @@ class Moments(NamedTuple):
     nesterov: bool = False
     eps_hat: bool = False
 
-    def direction(self, step: rule.Step) -> rule.Kernel:
-        """``(g, mu, nu) -> (direction, mu, nu)`` of one step."""
+    def direction(self, step: rule.Step) -> Callable[[jax.Array, Record], Change]:
+        """``(g, state) -> (direction, new_state)`` of one step."""
         b1, b2, eps, eps_root, nesterov, eps_hat = self
         correct_mu, correct_nu = step.correction(b1), step.correction(b2, root=eps_hat)
         correct_next = step.correction(b1, ahead=True) if nesterov else None
 
-        def direction(g: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-            new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
-            mu_hat = correct_mu(new_mu)
+        def direction(g: jax.Array, state: Record) -> Change:
+            mu = rule.decayed(state["mu"], g, b1)
+            nu = rule.decayed(state["nu"], rule.squared(g), b2)
+            mu_hat = correct_mu(mu)
             if correct_next is not None:
-                mu_hat = b1 * correct_next(new_mu) + (1 - b1) * correct_mu(g)
+                mu_hat = b1 * correct_next(mu) + (1 - b1) * correct_mu(g)
             if eps_hat:
-                u = mu_hat / correct_nu(jnp.sqrt(new_nu + eps_root) + eps)
+                u = mu_hat / correct_nu(jnp.sqrt(nu + eps_root) + eps)
             else:
-                u = mu_hat / (jnp.sqrt(correct_nu(new_nu) + eps_root) + eps)
-            return u, new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
+                u = mu_hat / (jnp.sqrt(correct_nu(nu) + eps_root) + eps)
+            return u, {"mu": mu, "nu": nu}
 
         return direction
 
@@ -167,7 +168,8 @@ class Moments(NamedTuple):
                 "otherwise the step of a row without gradients grows from step to step"
             )
 
-        def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
+        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
+            mu, nu = state["mu"], state["nu"]
             root, move = jnp.sqrt(nu), missed.decay * p
             half = len(missed.sums) // 2
             for size, shrunk in zip(missed.sums[:half], missed.sums[half:], strict=True):
@@ -176,7 +178,7 @@ class Moments(NamedTuple):
                 else:
                     bottom = jnp.sqrt(nu * shrunk**2 + eps_root) + eps
                 move = move - size * shrunk * mu / bottom
-            return move, faded(first, missed, mu), faded(second, missed, nu)
+            return move, {"mu": faded(first, missed, mu), "nu": faded(second, missed, nu)}
 
         series = step_moments(first, second, nesterov, eps_hat)
         panels = panel_ends(first, second, has_root)

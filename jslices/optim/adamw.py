@@ -2,11 +2,11 @@
 
 import jax
 
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.adam import AdamState, Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.missed import MissedSteps, only_decay
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -73,9 +73,9 @@ def adamw(
         def update(step: rule.Step) -> rule.Kernel:
             size, direction = step.size(learning_rate), moments.direction(step)
 
-            def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
-                u, mu, nu = direction(g, *state)
-                return rule.scaled(size, rule.with_decay(u, p, rate, step.count)), mu, nu
+            def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+                u, new = direction(g, state)
+                return rule.scaled(size, rule.with_decay(u, p, rate, step.count)), new
 
             return kernel
 
@@ -83,7 +83,6 @@ def adamw(
         if exact:
             missed = moments.missed("adamw", learning_rate, decay)
         elif everywhere:
-            only_decay = lambda missed, p, *state: (missed.decay * p, *state)  # noqa: E731
             missed = MissedSteps(only_decay, learning_rate, (), decay)
         state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros()}
         return rule.Rule(state, update, reads_params=True, missed=missed)

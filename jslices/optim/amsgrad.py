@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays
+from jslices._typing import Change, Record
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, faded, momentum_series
@@ -75,14 +75,14 @@ def amsgrad(
         size = step.size(learning_rate)
         correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-        def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
-            mu, nu, nu_max = state
-            new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, rule.squared(g), b2)
-            mu_hat = correct_mu(new_mu) if bias_correction_mu else new_mu
-            nu_hat = correct_nu(new_nu) if bias_correction_nu else new_nu
-            nu_max = jnp.maximum(nu_max, nu_hat)
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+            mu = rule.decayed(state["mu"], g, b1)
+            nu = rule.decayed(state["nu"], rule.squared(g), b2)
+            mu_hat = correct_mu(mu) if bias_correction_mu else mu
+            nu_hat = correct_nu(nu) if bias_correction_nu else nu
+            nu_max = jnp.maximum(state["nu_max"], nu_hat)
             u = mu_hat / (jnp.sqrt(nu_max + eps_root) + eps)
-            return rule.scaled(size, u), new_mu.astype(mu.dtype), new_nu, nu_max
+            return rule.scaled(size, u), {"mu": mu, "nu": nu, "nu_max": nu_max}
 
         return kernel
 
@@ -90,12 +90,11 @@ def amsgrad(
     if exact:
         rule.check_fading("amsgrad", b1=b1, b2=b2)
 
-        def advance(
-            missed: Missed, p: jax.Array, mu: jax.Array, nu: jax.Array, nu_max: jax.Array
-        ) -> Arrays:
+        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
             # Without gradients the corrected mean of squares only falls: its maximum stays.
-            move = -missed.sums[0] * mu / (jnp.sqrt(nu_max + eps_root) + eps)
-            return move, faded(b1, missed, mu), faded(b2, missed, nu), nu_max
+            bottom = jnp.sqrt(state["nu_max"] + eps_root) + eps
+            mu, nu = faded(b1, missed, state["mu"]), faded(b2, missed, state["nu"])
+            return -missed.sums[0] * state["mu"] / bottom, {"mu": mu, "nu": nu}
 
         series = momentum_series(b1, corrected=bias_correction_mu)
         missed = MissedSteps(advance, learning_rate, (series,))

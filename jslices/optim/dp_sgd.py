@@ -8,7 +8,7 @@ import numpy as np
 
 from jslices._errors import InvalidArgumentError
 from jslices._rows.rounding import key_bits
-from jslices._typing import Arrays, Key, PyTree
+from jslices._typing import Change, Key, PyTree, Record
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import MissedSteps
@@ -98,13 +98,13 @@ def dp_sgd(
     def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, p: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
             if p.dtype not in (jnp.float32, jnp.float64):
                 raise TypeError(
                     f"dp_sgd steps float32 and float64, got a parameter of {p.dtype}, "
                     "whose rounding would tell how often a row was read"
                 )
-            return (rule.scaled(size, g / expected_batch_size),)
+            return rule.scaled(size, g / expected_batch_size), {}
 
         return kernel
 
@@ -113,7 +113,7 @@ def dp_sgd(
 
     deviation = float(l2_norm_clip * noise_multiplier / expected_batch_size)
     missed = MissedSteps(
-        lambda missed, p: (jnp.zeros_like(p),),
+        lambda missed, p, state: (jnp.zeros_like(p), {}),
         variance if callable(learning_rate) else learning_rate**2,
         keeps_rates=True,
         noise=(deviation, key_bits(key, "dp_sgd")),

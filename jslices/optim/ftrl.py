@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices._rows.sums import widened
-from jslices._typing import Arrays
+from jslices._typing import Change, Record
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.protocol import GradientTransformation
@@ -85,20 +85,17 @@ def ftrl(
     def update(step: rule.Step) -> rule.Kernel:
         rate: Any = rule.value_at(learning_rate, step.count)
 
-        def kernel(
-            g: jax.Array, p: jax.Array, accum: jax.Array, linear: jax.Array
-        ) -> Arrays:
-            dtypes = g.dtype, accum.dtype, linear.dtype
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+            dtype = g.dtype
             # In 16 bits the differences below would lose up to four units of the result.
-            g, p, accum, linear = map(widened, (g, p, accum, linear))
+            g, p, accum, linear = map(widened, (g, p, state["accum"], state["linear"]))
             rule.check_real("ftrl", g)
             new = accum + g**2
             sigma = (new**power - accum**power) / rate
             linear = linear + g + 2 * shrinkage * p - sigma * p
             curvature = (new**power + beta) / rate + 2 * l2
             new_p = (jnp.clip(linear, -l1, l1) - linear) / curvature
-            results = new_p - p, new, linear
-            return tuple(x.astype(d) for x, d in zip(results, dtypes, strict=True))
+            return (new_p - p).astype(dtype), {"accum": new, "linear": linear}
 
         return kernel
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.adam import Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
@@ -80,10 +80,10 @@ def lamb(
             size = step.size(learning_rate)
             direction = Moments(b1, b2, eps, eps_root).direction(step)
 
-            def kernel(g: jax.Array, p: jax.Array, *moments: jax.Array) -> Arrays:
-                u, mu, nu = direction(g, *moments)
+            def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+                u, new = direction(g, state)
                 u = rule.with_decay(u, p, rate, step.count)
-                return rule.scaled(size, u * trust_ratio(p, u, by_row)), mu, nu
+                return rule.scaled(size, u * trust_ratio(p, u, by_row)), new
 
             return kernel
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, faded
@@ -92,11 +92,11 @@ def lion(
         def update(step: rule.Step) -> rule.Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, p: jax.Array, mu: jax.Array) -> Arrays:
+            def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+                mu = state["mu"]
                 direction = jnp.sign((1.0 - b1) * g + b1 * mu)
                 direction = rule.with_decay(direction, p, rate, step.count)
-                new_mu = rule.decayed(mu, g, b2).astype(mu.dtype)
-                return rule.scaled(size, direction), new_mu
+                return rule.scaled(size, direction), {"mu": rule.decayed(mu, g, b2)}
 
             return kernel
 
@@ -108,15 +108,17 @@ def lion(
     def lion_missed(rate: Any) -> MissedSteps:
         rule.check_fading("lion", b1=b1, b2=b2)
 
-        def advance(missed: Missed, p: jax.Array, mu: jax.Array) -> Arrays:
+        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
             if not exact:
-                return missed.decay * p, mu
+                return missed.decay * p, {}
+            mu = state["mu"]
             decay_since, rates_since = _since_signs_stopped(missed, b1, b2, mu)
             far = missed.rates - rates_since
             if rule.decays(rate):  # p + sign / rate shrinks by the same factor in each step
                 shrinks = (decay_since - missed.decay) / jnp.where(rate == 0, 1, rate)
                 far = jnp.where(rate == 0, far, shrinks)
-            return missed.decay * p - far * jnp.sign(b1 * mu), faded(b2, missed, mu)
+            move = missed.decay * p - far * jnp.sign(b1 * mu)
+            return move, {"mu": faded(b2, missed, mu)}
 
         return MissedSteps(
             advance, learning_rate, (), rate, keeps_rates=True, looks_on=exact

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.adam import Moments
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
@@ -79,13 +79,12 @@ def partial_rowwise_adam(
             size = step.size(learning_rate)
             correct_mu, correct_nu = step.correction(b1), step.correction(b2)
 
-            def kernel(g: jax.Array, p: jax.Array, mu: jax.Array, nu: jax.Array) -> Arrays:
-                square = rule.row_mean(rule.squared(g))
-                new_mu, new_nu = rule.decayed(mu, g, b1), rule.decayed(nu, square, b2)
-                root = rule.per_row(jnp.sqrt(correct_nu(new_nu)), g) + eps
-                u = rule.with_decay(correct_mu(new_mu) / root, p, rate, step.count)
-                u = rule.scaled(size, u)
-                return u, new_mu.astype(mu.dtype), new_nu.astype(nu.dtype)
+            def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+                mu = rule.decayed(state["mu"], g, b1)
+                nu = rule.decayed(state["nu"], rule.row_mean(rule.squared(g)), b2)
+                root = rule.per_row(jnp.sqrt(correct_nu(nu)), g) + eps
+                u = rule.with_decay(correct_mu(mu) / root, p, rate, step.count)
+                return rule.scaled(size, u), {"mu": mu, "nu": nu}
 
             return kernel
 
@@ -93,9 +92,11 @@ def partial_rowwise_adam(
         if untouched == "exact":
             adam = Moments(b1, b2, eps).missed("partial_rowwise_adam", learning_rate, rate)
 
-            def advance(missed: Missed, p: jax.Array, mu: jax.Array, nu: Any) -> Arrays:
-                move, mu, rows = adam.advance(missed, p, mu, rule.per_row(nu, p))
-                return move, mu, rows.reshape(nu.shape)
+            def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
+                nu = state["nu"]
+                spread = {"mu": state["mu"], "nu": rule.per_row(nu, p)}
+                move, new = adam.advance(missed, p, spread)
+                return move, {"mu": new["mu"], "nu": new["nu"].reshape(nu.shape)}
 
             missed = dataclasses.replace(adam, advance=advance)
         state = {"mu": rule.zeros(mu_dtype), "nu": rule.row_of(0)}

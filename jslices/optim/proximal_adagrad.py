@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays
+from jslices._typing import Change, Record
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps
@@ -83,13 +83,13 @@ def proximal_adagrad(
     def update(step: rule.Step) -> rule.Kernel:
         rate: Any = rule.value_at(learning_rate, step.count)
 
-        def kernel(g: jax.Array, p: jax.Array, accum: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
             rule.check_real("proximal_adagrad", g)
-            accum = accum + g**2
+            accum = state["accum"] + g**2
             size = rate / jnp.sqrt(accum)
             q = p - size * g
             shrunk = jnp.sign(q) * jnp.maximum(jnp.abs(q) - size * l1, 0)
-            return (shrunk / (1 + l2 * size) - p).astype(g.dtype), accum
+            return (shrunk / (1 + l2 * size) - p).astype(g.dtype), {"accum": accum}
 
         return kernel
 
@@ -97,14 +97,15 @@ def proximal_adagrad(
     if exact:
         constant: Any = learning_rate
 
-        def advance(missed: Missed, p: jax.Array, accum: jax.Array) -> Arrays:
+        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
+            root = jnp.sqrt(state["accum"])
             if l2 == 0:
-                longer = -missed.rates / jnp.sqrt(accum) * l1
+                longer = -missed.rates / root * l1
             else:
-                size = constant / jnp.sqrt(accum)
+                size = constant / root
                 shrink = jnp.expm1(-missed.steps * jnp.log1p(l2 * size))
                 longer = shrink * (jnp.abs(p) + l1 / l2)
-            return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), accum
+            return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), {}
 
         missed = MissedSteps(advance, learning_rate, keeps_rates=True)
     state = {"accum": rule.full(initial_accumulator_value)}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._typing import Arrays
+from jslices._typing import Change, Record
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, Series, faded, momentum_series
@@ -90,12 +90,11 @@ def rmsprop(
         size = step.size(learning_rate)
         correct = step.correction(decay) if bias_correction else lambda mean: mean
 
-        def kernel(g: jax.Array, p: jax.Array, *state: jax.Array) -> Arrays:
-            old = dict(zip(starts, state, strict=True))
-            new = {"nu": rule.decayed(old["nu"], rule.squared(g), decay)}
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+            new = {"nu": rule.decayed(state["nu"], rule.squared(g), decay)}
             square = correct(new["nu"])
             if centered:
-                new["mu"] = rule.decayed(old["mu"], g, decay)
+                new["mu"] = rule.decayed(state["mu"], g, decay)
                 square = square - rule.squared(correct(new["mu"]))
             if eps_in_sqrt:
                 scale = lax.rsqrt(square + eps)
@@ -104,10 +103,10 @@ def rmsprop(
             u = rule.scaled(size, scale * g)
             if momentum is not None:
                 small = u
-                u = new["trace"] = small + momentum * old["trace"]
+                u = new["trace"] = small + momentum * state["trace"]
                 if nesterov:
                     u = small + momentum * u
-            return u, *(new[name] for name in starts)
+            return u, new
 
         return kernel
 
@@ -115,14 +114,13 @@ def rmsprop(
     if exact:
         rule.check_fading("rmsprop", decay=decay, momentum=momentum)
 
-        def advance(missed: Missed, p: jax.Array, *state: jax.Array) -> Arrays:
-            old = dict(zip(starts, state, strict=True))
-            new = {name: faded(decay, missed, x) for name, x in old.items()}
+        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
+            new = {name: faded(decay, missed, state[name]) for name in starts}
             move = jnp.zeros_like(p)
             if momentum is not None:
-                move = missed.sums[0] * old["trace"]
-                new["trace"] = faded(momentum, missed, old["trace"])
-            return move, *(new[name] for name in starts)
+                move = missed.sums[0] * state["trace"]
+                new["trace"] = faded(momentum, missed, state["trace"])
+            return move, new
 
         series: tuple[Series, ...] = ()
         if momentum is not None:  # the trace has its learning rates in it

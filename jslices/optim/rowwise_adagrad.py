@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jslices._typing import Arrays, PyTree, Scalar, Schedule
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.missed import MissedSteps, only_decay
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -79,20 +79,18 @@ def rowwise_adagrad(
         def update(step: rule.Step) -> rule.Kernel:
             size = step.size(learning_rate)
 
-            def kernel(g: jax.Array, p: jax.Array, total: jax.Array) -> Arrays:
-                total = total + rule.row_mean(rule.squared(g))
+            def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+                total = state["sum_of_squares"] + rule.row_mean(rule.squared(g))
                 root = rule.per_row(jnp.sqrt(total), g) + eps
                 direction = jnp.where(root > 0, g / root, 0.0)
                 direction = rule.with_decay(direction, p, rate, step.count)
-                return rule.scaled(size, direction), total
+                return rule.scaled(size, direction), {"sum_of_squares": total}
 
             return kernel
 
         missed = None
         if decays and untouched == "exact":
-            missed = MissedSteps(
-                lambda missed, p, total: (missed.decay * p, total), learning_rate, (), rate
-            )
+            missed = MissedSteps(only_decay, learning_rate, (), rate)
         state = {"sum_of_squares": rule.row_of(initial_accumulator_value)}
         return rule.Rule(state, update, reads_params=decays, missed=missed)
 

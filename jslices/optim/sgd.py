@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jslices._typing import Arrays
+from jslices._typing import Change, Record
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import Missed, MissedSteps, faded, momentum_series
@@ -69,13 +69,12 @@ def sgd(
     def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, p: jax.Array, *traces: jax.Array) -> Arrays:
+        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
             if momentum is None:
-                return (rule.scaled(size, g),)
-            (trace,) = traces
-            new = g + momentum * trace
-            direction = g + momentum * new if nesterov else new
-            return rule.scaled(size, direction), new.astype(trace.dtype)
+                return rule.scaled(size, g), {}
+            trace = g + momentum * state["trace"]
+            direction = g + momentum * trace if nesterov else trace
+            return rule.scaled(size, direction), {"trace": trace}
 
         return kernel
 
@@ -85,8 +84,9 @@ def sgd(
     if exact:
         rule.check_fading("sgd", momentum=momentum)
 
-        def advance(missed: Missed, p: jax.Array, trace: jax.Array) -> Arrays:
-            return -missed.sums[0] * trace, faded(momentum, missed, trace)
+        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
+            trace = state["trace"]
+            return -missed.sums[0] * trace, {"trace": faded(momentum, missed, trace)}
 
         series = momentum_series(momentum, nesterov, corrected=False)
         missed = MissedSteps(advance, learning_rate, (series,))

@@ -24,7 +24,7 @@ from jslices._place.placement import placement_at_hand
 from jslices._rows import access
 from jslices._rows.sums import number_by_first, number_by_runs
 from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
-from jslices._typing import Arrays, Leaf, PyTree
+from jslices._typing import Change, Leaf, PyTree, Record
 from jslices.optim.engine.clock import (
     FROZEN,
     Clock,
@@ -35,7 +35,14 @@ from jslices.optim.engine.clock import (
     never_moves,
 )
 from jslices.optim.engine.missed import Missed, MissedSteps
-from jslices.optim.engine.rule import Kernel, Rule, decayed, next_count, per_row
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
+    decayed,
+    in_dtypes_of,
+    next_count,
+    per_row,
+)
 from jslices.optim.engine.step import Plan, choose_plan, execute, read_rows, step_rows
 
 #: Elements of a table that ``flush`` brings up to date at a time.
@@ -51,8 +58,8 @@ STALE = (
 )
 
 
-def row_names(path: str, last: Any, param: Any) -> Any:
-    """What noise knows rows by, uint32 ``[..., 2]``; XLA makes only those that are read.
+def row_keys(path: str, last: Any, param: Any) -> Any:
+    """The keys of rows in their noise, uint32 ``[..., 2]``; XLA makes only those read.
 
     By the path of the array, as parts of a tree may be stepped apart (``partition``), and
     the number of the row; inside a ``shard_map`` by the device as well.
@@ -68,26 +75,26 @@ def row_names(path: str, last: Any, param: Any) -> Any:
 
 
 def _noise(
-    steps: MissedSteps, key: Any, names: Any, first: Any, last: Any, variance: Any, p: Any
+    steps: MissedSteps, key: Any, keys: Any, start: Any, stop: Any, variance: Any, p: Any
 ) -> jax.Array:
-    """The noise of rows ``p`` in the steps after ``first`` up to ``last``.
+    """The noise of rows ``p`` in the steps after ``start`` up to ``stop``.
 
     A function of the row and these two numbers: the same in a peek and in the step that
     follows it, in chunks and on every mesh, and independent for any other steps. One draw
     for all rows that are there would be neither.
     """
     assert steps.noise is not None
-    names = names.reshape(-1, 2)
-    width = p.size // max(len(names), 1)
-    key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), last)
+    keys = keys.reshape(-1, 2)
+    width = p.size // max(len(keys), 1)
+    key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), stop)
 
-    def draw(name: jax.Array, first: jax.Array) -> jax.Array:
-        one = functools.reduce(jax.random.fold_in, (*name, first), key)
+    def draw(own: jax.Array, start: jax.Array) -> jax.Array:
+        one = functools.reduce(jax.random.fold_in, (*own, start), key)
         return jax.random.normal(one, (width,), float_like(p))
 
-    first = jnp.broadcast_to(first, len(names)) if first.ndim == 0 else first.reshape(-1)
+    start = jnp.broadcast_to(start, len(keys)) if start.ndim == 0 else start.reshape(-1)
     deviation = steps.noise[0] * jnp.sqrt(variance).astype(float_like(p))
-    return deviation * jax.vmap(draw)(names, first).reshape(p.shape)
+    return deviation * jax.vmap(draw)(keys, start).reshape(p.shape)
 
 
 def with_clock(
@@ -97,7 +104,7 @@ def with_clock(
     clock: Clock,
     whole: jax.Array,
 ) -> Kernel:
-    """Extend a kernel by the last steps of rows, its last array.
+    """Extend a kernel by the ``"last"`` steps of rows.
 
     ``whole`` is the last step of the array as a whole. A row that has not caught up gets
     NaN: under jit nothing can be raised, and a step from a stale row must not pass for a
@@ -105,26 +112,23 @@ def with_clock(
     """
     step, key, average = next_count(count), clock.key, steps.average
 
-    def timed(whole: Any, g: jax.Array, p: Any, *rest: jax.Array) -> Arrays:
-        names, arrays, last = _clock_apart(rest, key)
-        last = last_steps(last, whole, count)
+    def timed(whole: Any, g: jax.Array, p: Any, state: Record) -> Change:
+        last = last_steps(state["last"], whole, count)
         stays, holds = never_moves(last), last < 0
         moves = ~stays & (last_done(last, count) == count)
-        if average is not None:
-            *arrays, mean = arrays
-        update, *new = kernel(g, p, *arrays)
+        update, new = kernel(g, p, state)
         if key is not None:
             variance = steps.rate(count, clock.log[0].dtype)
-            update += _noise(steps, key, names, count, step, variance, update)
+            update += _noise(steps, key, state["row_keys"], count, step, variance, update)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         wrong = jnp.where(per_row(stays, update), -0.0, jnp.nan)
         update = access.where_rows(moves, update, wrong.astype(update.dtype))
         if average is not None:  # to where held rows are
             now = p + access.where_rows(~holds, update, jnp.zeros((), update.dtype))
-            new.append(decayed(mean, now, average).astype(mean.dtype))
+            new = {**new, "ema": decayed(state["ema"], now, average)}
         # The clock waits for the gradient, which waits for all reads (value_and_grad).
         first = g[(0,) * g.ndim].real if g.size else 0
-        return update, *new, _stamped(last, jnp.where(first > jnp.inf, 0, step))
+        return update, {**new, "last": _stamped(last, jnp.where(first > jnp.inf, 0, step))}
 
     return Partial(timed, whole)
 
@@ -222,36 +226,30 @@ def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
 
 
 def caught_up(
-    kernel: Kernel,
-    behind: Behind,
-    read: Sequence[ArrayLike],
-    kept: Sequence[ArrayLike],
-    whole: jax.Array,
-    count: jax.Array,
-) -> Arrays:
-    """A parameter and what is kept with it, after the missed steps of some rows or all.
+    kernel: Kernel, behind: Behind, p: Any, state: Record, whole: Any, count: Any
+) -> Change:
+    """A parameter and its state, after the missed steps of some rows or all.
 
     Where all rows are meant, and none has missed a step, as in an array that each step
-    moves as a whole, held ones are freed, and nothing else is done. The parameter is the
-    first that is ``read``; the last that is ``kept`` are the last steps of rows, and
-    ``whole`` that of the array as a whole.
+    moves as a whole, held ones are freed, and nothing else is done. ``whole`` is the last
+    step of the array as a whole.
     """
-    old = [jnp.asarray(x) for x in read], [jnp.asarray(x) for x in kept]
+    p, state = jax.tree.map(jnp.asarray, (p, state))
     if isinstance(behind, IndexedSlices):
-        return step_rows(kernel, behind, *old, adds=True)
-    last = old[1][-1]
+        return step_rows(kernel, behind, p, state, adds=True)
+    last = state["last"]
     late = last_done(last_steps(last, whole, count), count) < count
-    old[1][-1] = jnp.where((last < 0) & ~never_moves(last) & ~late, count, last)
+    freed = jnp.where((last < 0) & ~never_moves(last) & ~late, count, last)
     every_row = functools.partial(_every_row, kernel)
-    as_it_is = lambda read, kept: (read[0], *kept)  # noqa: E731
 
-    def if_late(*arrays: list[jax.Array]) -> Arrays:
-        return lax.cond(jnp.any(late), every_row, as_it_is, *arrays)  # type: ignore[no-any-return]
+    def if_late(p: jax.Array, state: Record) -> Change:
+        return lax.cond(jnp.any(late), every_row, lambda *x: x, p, state)  # type: ignore[no-any-return]
 
-    if old[0][0].size > CHUNK_ELEMENTS:
+    old = p, {**state, "last": freed}
+    if p.size > CHUNK_ELEMENTS:
         return if_late(*old)
     # But for a CPU it takes longer to wait for what has been computed than to compute.
-    result: Arrays = lax.platform_dependent(*old, cpu=if_late, default=every_row)
+    result: Change = lax.platform_dependent(*old, cpu=if_late, default=every_row)
     return result
 
 
@@ -260,11 +258,7 @@ def entries_of(behind: Behind) -> int | None:
 
 
 def peeked(
-    kernel: Kernel,
-    behind: Behind,
-    read: Sequence[ArrayLike],
-    kept: Sequence[ArrayLike],
-    entries: int | None,
+    kernel: Kernel, behind: Behind, p: Any, state: Record, entries: int | None
 ) -> jax.Array | None:
     """The rows ``[K, *D]`` of a parameter after their missed steps; nothing is written.
 
@@ -273,11 +267,11 @@ def peeked(
     """
     if behind is False:
         return None
-    old = [jnp.asarray(x) for x in (*read, *kept)]
+    p, state = jax.tree.map(jnp.asarray, (p, state))
     if behind is True:
-        return _caught_up(kernel, old)[0]
-    axes = behind.row_axes
-    num_rows = access.rows_numbered(old[0].shape, axes)
+        return _caught_up(kernel, p, state)[0]
+    axes, old = behind.row_axes, [p, *state.values()]
+    num_rows = access.rows_numbered(p.shape, axes)
     # As the step that follows numbers them, so that XLA finds that it reads and moves the
     # same rows, and does both once. A step in chunks reads them again in any case.
     indices, numbers = access.canonical_indices(behind.indices, num_rows), None
@@ -289,7 +283,8 @@ def peeked(
             numbers = jnp.minimum(numbers, len(numbers) - 1)
         else:
             indices, numbers = number_by_runs(behind.indices, num_rows)
-    rows = _caught_up(kernel, [read_rows(x, indices, axes) for x in old])[0]
+    read = jax.tree.map(lambda x: read_rows(x, indices, axes), (p, state))
+    rows = _caught_up(kernel, *read)[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     if numbers is None:
@@ -300,26 +295,26 @@ def peeked(
 def after(before: Partial, kernel: Kernel) -> Kernel:
     """A kernel of rows that do their missed steps before."""
 
-    def both(before: Partial, kernel: Partial, g: Any, p: Any, *rest: Any) -> Arrays:
-        move, *rows = before(None, p, *rest)
-        reads = rest[: len(rest) - len(rows)]
-        update, *new = kernel(g, (p + move).astype(p.dtype), *reads, *rows)
-        return (move + update).astype(update.dtype), *new
+    def both(before: Partial, kernel: Partial, g: Any, p: Any, state: Record) -> Change:
+        move, caught_up = before(None, p, state)
+        now = (p + move).astype(p.dtype), {**state, **caught_up}
+        update, new = kernel(g, *now)
+        return (move + update).astype(update.dtype), {**caught_up, **new}
 
     return Partial(both, before, kernel)
 
 
-def missed_steps(kernel: Callable[..., Arrays], *shared: jax.Array | None) -> Partial:
-    """``kernel(nothing, p, *arrays, last)``: the missed steps of some rows of an array.
+def missed_steps(kernel: Callable[..., Change], *shared: jax.Array | None) -> Partial:
+    """``kernel(nothing, p, state)``: the missed steps of some rows of an array.
 
     Of frozen rows they change the state alone. ``kernel`` is their :func:`arithmetic`, and
     ``shared`` what it wants.
     """
-    return Partial(lambda shared, nothing, *arrays: kernel(shared, *arrays), shared)
+    return Partial(lambda shared, nothing, *rows: kernel(shared, *rows), shared)
 
 
-def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
-    """``(shared, p, *arrays, last) -> (move, *new)`` of missed steps.
+def arithmetic(steps: MissedSteps) -> Callable[..., Change]:
+    """``(shared, p, state) -> (move, new_state)`` of missed steps.
 
     ``shared`` are the count, the log, the key of the noise, and the last step of the array
     as a whole.
@@ -329,12 +324,11 @@ def arithmetic(steps: MissedSteps) -> Callable[..., Arrays]:
     """
 
     @functools.partial(jax.jit, inline=True)
-    def kernel(shared: PyTree, p: jax.Array, *rest: jax.Array) -> Arrays:
+    def kernel(shared: PyTree, p: jax.Array, state: Record) -> Change:
         count, log, key, whole = shared
-        *arrays, last = rest
-        last = access.gathered_once(last)  # or a GPU copies those of all rows
+        last = access.gathered_once(state["last"])  # or a GPU copies those of all rows
         waited = waited_of(steps, count, log, last_steps(last, whole, count))
-        return advanced(steps, count, key, waited, p, *arrays)
+        return advanced(steps, count, key, waited, p, state)
 
     return kernel
 
@@ -369,32 +363,27 @@ def advanced(
     key: jax.Array | None,
     waited: Waited,
     p: jax.Array,
-    *rest: jax.Array,
-) -> Arrays:
-    """``(move, *new)`` of rows ``p``, what they read besides, and their state arrays."""
+    state: Record,
+) -> Change:
+    """``(move, new_state)`` of rows ``p``."""
     last, done, late, moves, own, averaged, pulls = waited
-    names, arrays = rest[0] if rest else None, rest[int(key is not None) :]
-    if steps.average is not None:
-        arrays, mean = arrays[:-1], arrays[-1]
 
     def moved(missed: Missed, p: jax.Array) -> Any:
         missed = missed.for_rows(p, float_like(p))
-        move, *new = steps.advance(missed, p, *arrays)
+        move, new = steps.advance(missed, p, state)
         if key is not None:
-            move += _noise(steps, key, names, done, count, missed.rates, p)
+            move += _noise(steps, key, state["row_keys"], done, count, missed.rates, p)
         # A row that missed nothing stays as it is, to the bit.
         move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
         return missed.decay, move, new
 
     _, move, new = moved(own, p)
     if steps.average is not None:
-        fade, share, _ = moved(averaged, jnp.zeros_like(p))
+        mean, (fade, share, _) = state["ema"], moved(averaged, jnp.zeros_like(p))
         was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
         left = (1 + fade) * (mean - was * p) - steps.average * share
-        new.append(access.where_rows(late, left + pull * (p + move), mean))
-        arrays = *arrays, mean
-    kept = (x.astype(old.dtype) for x, old in zip(new, arrays, strict=True))
-    return move, *kept, _stamped(last, count)
+        new = {**new, "ema": access.where_rows(late, left + pull * (p + move), mean)}
+    return move, {**in_dtypes_of(state, new), "last": _stamped(last, count)}
 
 
 def is_small(steps: MissedSteps, p: Any) -> bool:
@@ -409,56 +398,51 @@ def small_caught_up(
     steps: MissedSteps,
     count: jax.Array,
     log: jax.Array,
-    arrays: Sequence[Sequence[jax.Array]],
+    arrays: Sequence[Change],
     whole: Sequence[jax.Array],
     own: jax.Array | None = None,
-) -> list[Arrays]:
-    """Small arrays ``[p, *state]``, after the missed steps of all rows, if there are any.
+) -> list[Change]:
+    """Small arrays and their state, after the missed steps of all rows, if there are any.
 
-    ``arrays`` are ``[p, *state, last]``, ``whole`` their last steps as a whole. There are
-    none in arrays that each step moves as a whole, so one branch is for all of them, and
+    ``whole`` are their last steps as a whole; those of rows stay. There are no missed steps
+    in arrays that each step moves as a whole, so one branch is for all of them, and
     their numbers are one vector's: XLA compiles these as slowly as the rest. ``own`` are
     the columns ``[*V, lines]`` of the rows of a single array that bring them along.
     """
-    lasts = [last_steps(x[-1], n, count) for x, n in zip(arrays, whole, strict=True)]
+    pairs = zip(arrays, whole, strict=True)
+    lasts = [last_steps(state["last"], n, count) for (_, state), n in pairs]
     last = jnp.concatenate([x.reshape(-1) for x in lasts])
 
-    def every_row(arrays: Sequence[Sequence[jax.Array]]) -> list[Arrays]:
+    def every_row(arrays: Sequence[Change]) -> list[Change]:
         columns = () if own is None else tuple(own.reshape(-1, own.shape[-1]).T)
         waited, at = waited_of(steps, count, log, last, columns), 0
-        new: list[Arrays] = []
-        for (p, *state), mine in zip(arrays, lasts, strict=True):
+        new: list[Change] = []
+        for (p, state), mine in zip(arrays, lasts, strict=True):
             rows = slice(at, at + mine.size)
             part = lambda x: x[rows].reshape(mine.shape) if np.shape(x) == last.shape else x  # noqa: B023, E731
             numbers = jax.tree.map(part, waited)
-            move, *kept, _ = advanced(steps, count, None, numbers, p, *state)
-            new.append(((p + move).astype(p.dtype), *kept))
+            move, now = advanced(steps, count, None, numbers, p, state)
+            now = {**state, **now, "last": state["last"]}
+            new.append(((p + move).astype(p.dtype), now))
             at += mine.size
         return new
 
-    arrays = [tuple(x[:-1]) for x in arrays]
     late = jnp.any(last_done(last, count) < count)
     if_late = lambda arrays: lax.cond(late, every_row, lambda arrays: arrays, arrays)  # noqa: E731
     # But for a CPU it takes longer to wait for what has been computed than to compute.
-    result: list[Arrays] = lax.platform_dependent(arrays, cpu=if_late, default=every_row)
+    result: list[Change] = lax.platform_dependent(arrays, cpu=if_late, default=every_row)
     return result
 
 
-def _caught_up(kernel: Kernel, arrays: Sequence[jax.Array]) -> Arrays:
-    """A parameter and what is kept with it, or rows of them, after their missed steps."""
-    p = arrays[0]
-    move, *new = kernel(None, *arrays)
-    return (p + move).astype(p.dtype), *new
-
-
-def _clock_apart(arrays: Sequence[jax.Array], key: jax.Array | None) -> tuple[Any, ...]:
-    """``(names, state arrays, last)`` from all of them in a row."""
-    return arrays[0], arrays[int(key is not None) : -1], arrays[-1]
+def _caught_up(kernel: Kernel, p: jax.Array, state: Record) -> Change:
+    """A parameter and its state, or rows of them, after their missed steps."""
+    move, new = kernel(None, p, state)
+    return (p + move).astype(p.dtype), {**state, **new}
 
 
 def averaging(rule: Rule, decay: float) -> Rule:
-    """The rule that keeps an average of the parameters too, ``ema``: its last array."""
-    missed = rule.missed or MissedSteps(lambda _, p, *state: (0 * p, *state), 0.0)
+    """The rule that keeps an average of the parameters too, its state array ``ema``."""
+    missed = rule.missed or MissedSteps(lambda missed, p, state: (0 * p, {}), 0.0)
     momentum = max((float(x.ratio) for x in missed.series), default=0.0)
     if missed.keeps_rates or rule.update_slices is not None or momentum > decay:
         raise ValueError(
@@ -494,24 +478,23 @@ def _stamped(last: jax.Array, step: jax.Array) -> jax.Array:
     return jnp.where(never_moves(last), frozen(step), done)
 
 
-def _every_row(kernel: Kernel, read: list[jax.Array], kept: list[jax.Array]) -> Arrays:
+def _every_row(kernel: Kernel, p: jax.Array, state: Record) -> Change:
     """The kernel on all rows, as many at a time as stay in the cache.
 
     They are gathered and scattered: of slices that are read and written XLA copies the
     whole arrays in every turn of a loop. Not on a mesh, where each device would ask the
     others for its rows.
     """
-    p = read[0]
     axes = max(1, p.ndim - 1)
     mesh = boundary.mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
-        return _caught_up(kernel, (*read, *kept))
+        return _caught_up(kernel, p, state)
     height = access.rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")
     rows = jnp.arange(height, dtype=access.index_dtype(height, np.dtype(np.int32)))
     nothing = jnp.zeros((height, 0))
-    operands = plan, rows, nothing, read, kept
+    operands = plan, rows, nothing, p, state
     _, *new = execute(kernel, p.shape[:axes], *operands, adds=True)
-    return tuple(map(boundary.row_major_array, new))
+    return tuple(jax.tree.map(boundary.row_major_array, new))

@@ -1,6 +1,7 @@
 """Checks that gradients, parameters and the state of an optimizer belong together."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -46,7 +47,7 @@ def checked_gradient(
     path: str,
     grad: Leaf,
     param: Leaf,
-    state: Sequence[jax.Array] = (),
+    state: Mapping[str, jax.Array] = MappingProxyType({}),
     state_shapes: Callable[[tuple[int, ...]], Shapes] = lambda shape: {},
 ) -> Leaf:
     """The gradient of one array, as IndexedSlices with the shape of that array.
@@ -55,7 +56,7 @@ def checked_gradient(
       path: of the leaf, as JAX writes it, for errors.
       grad: an array ``[V, *D]``, IndexedSlices of it, or None.
       param: the array, or None where it is not known.
-      state: its state arrays.
+      state: its state arrays, by name.
       state_shapes: from the shape of the array to those of its state.
 
     Raises:
@@ -79,7 +80,7 @@ def checked_gradient(
         if is_below(HINT_BYTES - 1, grad.values.nbytes):
             hint_large_step(grad.values)
         if grad.dense_shape is None:
-            tall = [x for x in (param, *state) if x is not None]
+            tall = [x for x in (param, *state.values()) if x is not None]
             if not tall:
                 return grad
             shape = (*tall[0].shape[:1], *grad.values.shape[1:])
@@ -96,7 +97,7 @@ def checked_gradient(
     if not isinstance(grad, IndexedSlices):
         return grad
     axes = grad.row_axes
-    if 1 < axes == len(shape) and any(x.shape == shape[:-1] for x in state):
+    if 1 < axes == len(shape) and any(x.shape == shape[:-1] for x in state.values()):
         raise ValueError(
             f"the gradient{path} has rows numbered by {axes} axes of {shape}, and this "
             f"optimizer keeps a number for each vector along the last axis; give it rows "
@@ -108,14 +109,14 @@ def checked_gradient(
 
 
 def check_shapes(
-    path: str, shape: tuple[int, ...], state: Sequence[jax.Array], shapes: Shapes
+    path: str, shape: tuple[int, ...], state: Mapping[str, jax.Array], shapes: Shapes
 ) -> None:
-    """Refuses state arrays that do not belong to an array of this shape."""
-    for array, (name, needed) in zip(state, shapes.items(), strict=True):
-        if jnp.shape(array) != needed:
+    """Reject state arrays that do not belong to an array of this shape."""
+    for name, needed in shapes.items():
+        if jnp.shape(state[name]) != needed:
             raise ValueError(
                 f"an array of shape {shape}{path} needs {name} of shape {needed} in the "
-                f"optimizer state, got {jnp.shape(array)}; was the state made with "
+                f"optimizer state, got {jnp.shape(state[name])}; was the state made with "
                 "tx.init(params) for these params?"
             )
 

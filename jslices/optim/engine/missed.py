@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
-from jslices._typing import Arrays, Scalar, Schedule
+from jslices._typing import Arrays, Change, Record, Scalar, Schedule
 from jslices.optim.engine.quadrature import gauss_nodes
 from jslices.optim.engine.rule import next_count, per_row, value_at, weight_seen
 
@@ -74,13 +74,13 @@ class MissedSteps:
     """The missed steps of an optimizer, and the numbers that they take.
 
     Attributes:
-      advance: ``advance(missed, p, *state) -> (move, *state)``: what missed steps add to
-        rows ``p``, and the state after them, which does not depend on ``p``.
+      advance: ``advance(missed, p, state) -> (move, new_state)``: what missed steps add to
+        rows ``p``, and what they change of the state, which does not depend on ``p``.
       learning_rate: a number or a schedule.
       series: the sums it needs.
       weight_decay: of decoupled weight decay, which missed steps have applied as well.
       keeps_rates: whether the movement takes the sum of the learning rates.
-      average: the decay ``d`` of an average of the row, its last state array. Weight decay
+      average: the decay ``d`` of an average of the row, ``ema`` of its state. Weight decay
         leaves ``average - pull * row`` alone, which fades by ``d`` a step: the pull is 1
         before the first step, then ``1 - d + d * pull / (1 - lr * weight_decay)``.
       looks_on: whether ``advance`` takes ``without_first``, and so columns of later steps.
@@ -91,7 +91,7 @@ class MissedSteps:
         its square, and the sum of the rates is the variance.
     """
 
-    advance: Callable[..., Arrays]
+    advance: Callable[["Missed", jax.Array, Record], Change]
     learning_rate: Scalar | Schedule
     series: tuple[Series, ...] = ()
     weight_decay: Scalar | Schedule = 0.0
@@ -405,6 +405,11 @@ def step_moments(
         return Series(b1 * b2 ** (of / 2), weight)
 
     return tuple(power(of) for of in (-1, 0, 1, 2))
+
+
+def only_decay(missed: Missed, p: jax.Array, state: Record) -> Change:
+    """Missed steps that move rows by weight decay alone."""
+    return missed.decay * p, {}
 
 
 def faded(decay: Scalar, missed: Missed, mean: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jslices._arguments import is_number, shown
 from jslices._jax import is_staged
 from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
+from jslices._typing import Change, Record
 from jslices._typing import Scalar as Scalar
 from jslices._typing import Schedule as Schedule
 
@@ -102,6 +103,11 @@ def decayed(mean: jax.Array, new: jax.Array, decay: Scalar) -> jax.Array:
     return (1 - decay) * new + decay * mean
 
 
+def in_dtypes_of(state: Record, new: Record) -> Record:
+    """What is new of the state, in the dtypes of the old."""
+    return {name: x.astype(state[name].dtype) for name, x in new.items()}
+
+
 def scaled(size: Any, update: jax.Array) -> jax.Array:
     """``size * update`` in the dtype of ``update``."""
     if isinstance(size, jax.Array):
@@ -158,10 +164,10 @@ def with_decay(
 
 # --- A rule -----------------------------------------------------------------------------
 
-#: ``kernel(gradient, *read, *state) -> (update, *new_state)``, the same for an array and
-#: for some rows of it: everything in it must be elementwise or within a row. A rule's reads
-#: the parameter, or None if the rule does not need it and there is none.
-Kernel = Callable[..., tuple[jax.Array, ...]]
+#: ``kernel(gradient, p, state) -> (update, new_state)``, the same for an array and for some
+#: rows of it: everything in it must be elementwise or within a row. What it does not return
+#: of the state stays. ``p`` is None if the rule does not read it and there is none.
+Kernel: TypeAlias = Callable[..., Change]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,10 +178,10 @@ class Rule:
     #: ``[V, ...]``.
     state: Mapping[str, Callable[[jax.Array], jax.Array]]
     update: Callable[[Step], Kernel]  #: from a step to its arithmetic.
-    #: The same for rows, where these are treated otherwise than whole arrays.
+    #: Overrides ``update`` for rows.
     update_rows: Callable[[Step], Kernel] | None = None
     #: For rows that share state (means over columns, say), the whole step from
-    #: IndexedSlices, ``(grad, p, *state) -> (update, *state)``.
+    #: IndexedSlices, ``(grad, p, state) -> (update, new_state)``.
     update_slices: Callable[[Step], Kernel] | None = None
     #: Whether, for a parameter, ``update_slices`` wants no row named twice.
     sums_first: Callable[[Any], bool] | None = None

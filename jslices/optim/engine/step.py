@@ -22,7 +22,7 @@ from jslices._place.boundary import platform_of, row_major_array
 from jslices._rows import access
 from jslices._rows.sums import Order, add_rows, sum_duplicates, widened
 from jslices._slices import IndexedSlices, each_shard, slices_of
-from jslices._typing import Arrays, Leaf, PyTree, State
+from jslices._typing import Change, Leaf, PyTree, Record
 from jslices.optim.engine.rule import Kernel
 
 Way = Literal["together", "in chunks", "all rows"]
@@ -182,45 +182,43 @@ def _row_bytes(x: jax.ShapeDtypeStruct | jax.Array, row_axes: int) -> int:
 def step_rows(
     kernel: Kernel,
     grad: IndexedSlices,
-    read: Sequence[jax.Array],
-    state: Sequence[jax.Array],
+    p: jax.Array | None,
+    state: Record,
     *,
     adds: bool = False,
     linear: bool = False,
     unique: bool = False,
-) -> tuple[Any, ...]:
+) -> tuple[Any, Record]:
     """Steps the rows that ``grad`` names by the plan for its sizes, on any platform.
 
     The program may yet be compiled for another platform than the one at hand: where the
     plans differ it holds both, of which JAX lowers one.
 
     Args:
-      kernel: ``kernel(gradient, *read, *state) -> (update, *new_state)``; arrays that it
-        gathers from are the arguments of a ``jax.tree_util.Partial``.
+      kernel: see :data:`Kernel`; arrays that it gathers from are the arguments of a
+        ``jax.tree_util.Partial``.
       grad: of an array ``[V, *D]``, K entries; or of ``[L, V, *D]`` whose rows L and V
         number, and then all arrays have these axes.
-      read: arrays ``[V, ...]`` whose rows are only read.
-      state: arrays ``[V, ...]`` whose rows are written back.
-      adds: whether the update is added to the first array that is read, or returned.
+      p: the parameter ``[V, *D]``, or None if the kernel does not read it.
+      state: arrays ``[V, ...]``. Rows of those that the kernel returns are written.
+      adds: whether the update is added to the parameter, or returned.
       linear: whether the update of a sum is the sum of the updates.
       unique: whether no row is named twice, and all rows are not to be stepped.
 
     Returns:
-      ``(read, *state)``, the new arrays; or ``(update, *state)``: IndexedSlices in which
+      ``(p, state)``, the new arrays; or ``(update, state)``: IndexedSlices in which
       each row appears once (unless the plan sums nothing), its other entries empty and
       zero. It is what would have been added.
     """
     if grad.facts.placement is not None:
 
-        def step(grad: Leaf, read: Any, state: State, kernel: Kernel) -> tuple[Any, ...]:
+        def step_shard(grad: Leaf, p: Any, state: Record, kernel: Kernel) -> Any:
             how = {"adds": adds, "linear": linear, "unique": unique}
-            return step_rows(kernel, grad, read, state, **how)
+            return step_rows(kernel, grad, p, state, **how)
 
         shared = kernel if isinstance(kernel, Partial) else Partial(kernel)
-        return each_shard(  # type: ignore[no-any-return]
-            step, grad, tuple(read), tuple(state), shared=(shared,)
-        )
-    every, shape = (*read, *state), grad.dense_shape
+        return each_shard(step_shard, grad, p, state, shared=(shared,))  # type: ignore[no-any-return]
+    every, shape = jax.tree.leaves((p, state)), grad.dense_shape
     sizes = None if shape is None else shape[: grad.row_axes]
     distinct = unique or grad.facts.distinct
     by_rows = every if state or not linear else ()
@@ -230,20 +228,21 @@ def step_rows(
         for x in ("cpu", "gpu")
     )
     run = functools.partial(execute, kernel, sizes, adds=adds, distinct=distinct)
-    operands = grad.indices, grad.values, tuple(read), tuple(state)
+    operands = grad.indices, grad.values, p, state
     if cpu == other:
         result = run(cpu, *operands)
     else:
         here = functools.partial(run, cpu, on_cpu=True)
         elsewhere = functools.partial(run, other, on_cpu=False)
         result = lax.platform_dependent(*operands, cpu=here, default=elsewhere)
-    indices, first, *new = result
+    indices, first, new = result
+    new = jax.tree.map(row_major_array, new)
     if adds:
-        return tuple(map(row_major_array, (first, *new)))
+        return row_major_array(first), new
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     distinct |= cpu.sums or cpu.way == "all rows"
     facts = grad.facts.lasting._replace(distinct=distinct, named=grad.values.shape[0])
-    return slices_of(first, indices, shape, facts), *map(row_major_array, new)
+    return slices_of(first, indices, shape, facts), new
 
 
 def execute(
@@ -252,37 +251,37 @@ def execute(
     plan: Plan,
     indices: jax.Array,
     values: jax.Array,
-    read: Sequence[jax.Array],
-    state: Sequence[jax.Array],
+    p: jax.Array | None,
+    state: Record,
     *,
     adds: bool = False,
     distinct: bool = False,
     on_cpu: bool | None = None,
-) -> Arrays:
+) -> tuple[jax.Array, jax.Array, Record]:
     """Runs ``kernel`` on the rows that ``indices`` name, as ``plan`` says.
 
     Args:
-      kernel: see :data:`Kernel`; ``kernel(values, *read, *state) -> (update, *new)``.
+      kernel: see :data:`Kernel`.
       sizes: ``(V,)``, of all axes that number rows; None where V is not known, and there
         are no arrays then.
       plan: any plan for these sizes; all give the same rows.
       indices: ``[K]`` of any integer dtype: duplicates, and empty entries out of range.
       values: ``[K, *D]``, the gradient.
-      read: as in :func:`step_rows`, as are ``state`` and ``adds``.
-      state: see ``read``.
-      adds: see ``read``.
+      p: as in :func:`step_rows`, as are ``state`` and ``adds``.
+      state: see ``p``.
+      adds: see ``p``.
       distinct: whether no row is named twice.
       on_cpu: whether a CPU will run it, if that is known.
 
     Returns:
-      ``(indices, update, *new)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
+      ``(indices, update, state)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
       empty entries, or the array that it was added to; and the new state.
     """
-    arrays, tree = _jax.flatten((indices, values, read, state))
-    indices, values, read, state = tree.unflatten(_jax.as_varying_as(arrays, *arrays))
+    arrays, tree = _jax.flatten((indices, values, p, state))
+    indices, values, p, state = tree.unflatten(_jax.as_varying_as(arrays, *arrays))
     if plan.way == "all rows":
         assert sizes is not None
-        return _all_rows(plan, kernel, sizes, indices, values, read, state, adds)
+        return _all_rows(plan, kernel, sizes, indices, values, p, state, adds)
     num_rows = None if sizes is None else math.prod(sizes)
     if plan.sums:
         order: Order = "packed" if plan.way == "in chunks" else "any"
@@ -297,11 +296,10 @@ def execute(
         present = jnp.max(jnp.where(indices < empty, here, 0), initial=0)
     if plan.way == "together":
         distinct |= plan.sums
-        new = _together(kernel, sizes, indices, values, read, state, adds, distinct)
-        return indices, *new
+        return indices, *_together(kernel, sizes, indices, values, p, state, adds, distinct)
     assert plan.chunk is not None and sizes is not None
     chunks = present, plan.chunk
-    return indices, *_in_chunks(kernel, sizes, indices, values, read, state, adds, *chunks)
+    return indices, *_in_chunks(kernel, sizes, indices, values, p, state, adds, *chunks)
 
 
 def _together(
@@ -309,25 +307,26 @@ def _together(
     sizes: tuple[int, ...] | None,
     indices: jax.Array,
     values: jax.Array,
-    read: Sequence[jax.Array],
-    state: Sequence[jax.Array],
+    p: jax.Array | None,
+    state: Record,
     adds: bool,
     distinct: bool = True,
-) -> Arrays:
+) -> Change:
     """Gather, step, scatter."""
     row_axes = 1 if sizes is None else len(sizes)
     num_rows = None if sizes is None else math.prod(sizes)
     empty = access.empty_index(num_rows, indices.dtype)
-    rows = [read_rows(x, indices, row_axes) for x in (*read, *state)]
+    arrays, tree = _jax.flatten((p, state))
+    rows = [read_rows(x, indices, row_axes) for x in arrays]
     if indices.shape[0] == 1:  # a slice, which XLA reads anew wherever it is used
         rows = access.at_once(rows)
-    update, *new_rows = kernel(derivable(indices < empty, values), *rows)
-    new = (
-        access.set_rows(x, indices, rows.astype(x.dtype))
-        for x, rows in zip(state, new_rows, strict=True)
-    )
+    update, changed = kernel(derivable(indices < empty, values), *tree.unflatten(rows))
+    new = dict(state)
+    for name, x in changed.items():
+        new[name] = access.set_rows(state[name], indices, x.astype(state[name].dtype))
     if adds:
-        return add_rows(read[0], indices, update, distinct), *new
+        assert p is not None
+        return add_rows(p, indices, update, distinct), new
     # XLA gathers the gradient as [K, 1, D]. In this shape the update overwrites it;
     # another would keep a second array of that size.
     tall = update.reshape(indices.shape[0], 1, math.prod(update.shape[1:]))
@@ -336,7 +335,7 @@ def _together(
     stop = jnp.where(indices < empty, tall.shape[2], 0)[:, None, None]
     inside = lax.broadcasted_iota(stop.dtype, tall.shape, 2) < stop
     tall = jnp.where(inside, tall, jnp.zeros((), tall.dtype))
-    return tall.reshape(update.shape), *new
+    return tall.reshape(update.shape), new
 
 
 @jax.custom_jvp
@@ -382,12 +381,12 @@ def _in_chunks(
     sizes: tuple[int, ...],
     indices: jax.Array,
     values: jax.Array,
-    read: Sequence[jax.Array],
-    state: Sequence[jax.Array],
+    p: jax.Array | None,
+    state: Record,
     adds: bool,
     present: jax.Array,
     chunk: int,
-) -> Arrays:
+) -> Change:
     """The same for a chunk of rows at a time, as many chunks as hold rows.
 
     How often the loop runs depends on values, so it has no reverse derivative of its own;
@@ -395,56 +394,56 @@ def _in_chunks(
     function closes over (a learning rate that is itself learned, say), and a converted
     function has fixed shapes, hence two: of all entries, and of a chunk of them.
     """
-    arrays = values, *read, *state
-    like = lambda count: _like(arrays, len(sizes), count)  # noqa: E731
+    like = lambda count: _like((values, p, state), len(sizes), count)  # noqa: E731
     whole, whole_consts = jax.closure_convert(kernel, *like(len(indices)))
     part, part_consts = jax.closure_convert(kernel, *like(chunk))
     height = math.prod(sizes)
 
-    def together(consts: PyTree, values: jax.Array, read: Arrays, state: Arrays) -> Any:
+    def together(consts: PyTree, values: jax.Array, p: Any, state: Record) -> Any:
         kernel = lambda *x: whole(*x, *consts[0])  # noqa: E731
-        return _together(kernel, sizes, indices, values, read, state, adds)
+        return _together(kernel, sizes, indices, values, p, state, adds)
 
     @jax.custom_jvp
-    def step(consts: PyTree, values: jax.Array, read: Arrays, state: Arrays) -> Any:
+    def step(consts: PyTree, values: jax.Array, p: Any, state: Record) -> Any:
         kernel = lambda *x: part(*x, *consts[1])  # noqa: E731
         last = len(indices) - chunk
 
         def body(carry: PyTree) -> Any:
-            done, first, *state = carry
+            done, first, state = carry
             # The last chunk begins early, so that it ends with the last entry.
             start = jnp.minimum(done, last)
             fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= done
             cut = lambda x: lax.dynamic_slice_in_dim(x, start, chunk)  # noqa: E731
             ids = jnp.where(fresh, cut(indices), height)
-            now = (first, *read[1:]) if adds else read
-            new, *state = _together(kernel, sizes, ids, cut(values), now, state, adds)
+            now = first if adds else p
+            new, state = _together(kernel, sizes, ids, cut(values), now, state, adds)
             if not adds:
                 new = access.where_rows(fresh, new, cut(first))
                 new = lax.dynamic_update_slice_in_dim(first, new, start, 0)
-            return [done + chunk, new, *state]
+            return done + chunk, new, state
 
         if adds:
-            first = read[0]
+            first = p
         else:  # in the kernel's own dtype, which need not be that of the gradient
             shape = jax.eval_shape(kernel, *like(chunk))[0]
             first = jnp.zeros((len(indices), *shape.shape[1:]), shape.dtype)
-            (first,) = _jax.as_varying_as(arrays, first)
-        start = [jnp.zeros((), jnp.int32), first, *state]
-        return tuple(lax.while_loop(lambda x: x[0] < present, body, start)[1:])
+            (first,) = _jax.as_varying_as(jax.tree.leaves((values, p, state)), first)
+        start = jnp.zeros((), jnp.int32), first, state
+        return lax.while_loop(lambda x: x[0] < present, body, start)[1:]
 
     step.defjvp(lambda primals, tangents: jax.jvp(together, primals, tangents))
-    new: Arrays = step((whole_consts, part_consts), values, tuple(read), tuple(state))
-    return new
+    return step((whole_consts, part_consts), values, p, state)  # type: ignore[no-any-return]
 
 
-def _like(rows: Sequence[jax.Array], row_axes: int, count: int) -> list[jax.Array]:
-    """Zeros as ``count`` rows of ``[K, *D]`` and of each array ``[V, ...]``.
+def _like(operands: PyTree, row_axes: int, count: int) -> Any:
+    """Zeros as ``count`` rows of ``[K, *D]``, the first, and of each array ``[V, ...]``.
 
     They vary as these do inside a ``shard_map``.
     """
+    rows, tree = _jax.flatten(operands)
     shapes = ((count, *x.shape[row_axes if i else 1 :]) for i, x in enumerate(rows))
-    return _jax.as_varying_as(rows, *map(jnp.zeros, shapes, (x.dtype for x in rows)))
+    zeros = map(jnp.zeros, shapes, (x.dtype for x in rows))
+    return tree.unflatten(_jax.as_varying_as(rows, *zeros))
 
 
 def _all_rows(
@@ -453,10 +452,10 @@ def _all_rows(
     sizes: tuple[int, ...],
     indices: jax.Array,
     values: jax.Array,
-    read: Sequence[jax.Array],
-    state: Sequence[jax.Array],
+    p: jax.Array | None,
+    state: Record,
     adds: bool,
-) -> Arrays:
+) -> tuple[jax.Array, jax.Array, Record]:
     """One pass over the table; what it did to rows not named is dropped."""
     num_rows = math.prod(sizes)
     indices = access.canonical_indices(indices, num_rows)
@@ -465,41 +464,44 @@ def _all_rows(
     sums = add_rows(sums, indices, wide, distinct=not plan.sums).astype(values.dtype)
     at = jnp.zeros(sizes, bool).at[access.places(indices, sizes, len(sizes))]
     named = at.set(True, mode="drop", wrap_negative_indices=False)
-    update, *new = _keeping_unnamed(kernel, named, sums, read, state)
-    has_clock = any(jnp.issubdtype(x.dtype, jnp.integer) for x in state)
-    if has_clock and platform_of(*state) == "cpu":
+    update, new = _keeping_unnamed(kernel, named, sums, p, state)
+    if "last" in state and platform_of(*state.values()) == "cpu":
         # The update reads state, which XLA:CPU would copy to write it before (jax 0.12).
-        update, *new = lax.optimization_barrier([update, *new])
+        update, new = lax.optimization_barrier((update, new))
+    new = {**state, **new}
     every = jnp.arange(num_rows, dtype=indices.dtype)
     every = jnp.where(named.reshape(-1), every, num_rows)
     if adds:
-        return every, (read[0] + update).astype(read[0].dtype), *new
-    return every, update.reshape(num_rows, *update.shape[len(sizes) :]), *new
+        assert p is not None
+        return every, (p + update).astype(p.dtype), new
+    return every, update.reshape(num_rows, *update.shape[len(sizes) :]), new
 
 
 def _keeping_unnamed(
     kernel: Kernel,
     named: jax.Array,
     sums: jax.Array,
-    read: Sequence[jax.Array],
-    state: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """``kernel(sums, *read, *state)``, whose new state keeps the rows that are not named.
+    p: jax.Array | None,
+    state: Record,
+) -> Change:
+    """``kernel(sums, p, state)``, whose new state keeps the rows that are not named.
 
     Each keeps them as soon as it is computed, and the rest of the kernel reads the result;
     in the rows named that is the same. Were they selected after the kernel, its rest would
     read arrays that are being overwritten, which XLA:CPU copies for that (jax 0.10.2 and
     0.12): a step of Adam on 100,000 rows of 64 takes 2 to 3 times as long.
     """
-    operands = [derivable(named, x) for x in (sums, *read, *state)]
-    program = jax.make_jaxpr(kernel)(*operands)
+    operands = jax.tree.map(lambda x: derivable(named, x), (sums, p, state))
+    program, (_, shapes) = jax.make_jaxpr(kernel, return_shape=True)(*operands)
+    names = sorted(shapes)
+    old_arrays = [state[name] for name in names]
     _, *new = program.jaxpr.outvars
     computed = {var for eqn in program.jaxpr.eqns for var in eqn.outvars}
     early = [
         not isinstance(var, _jax.Literal) and var in computed and new.count(var) == 1
         for var in new
     ]
-    old_of = dict(itertools.compress(zip(new, state, strict=True), early))
+    old_of = dict(itertools.compress(zip(new, old_arrays, strict=True), early))
     selected: dict[Any, jax.Array] = {}
 
     def select(var: Any, x: jax.Array) -> jax.Array:
@@ -508,12 +510,10 @@ def _keeping_unnamed(
         selected[var] = access.where_rows(named, x, old_of[var].astype(x.dtype))
         return derivable(named, selected[var])
 
-    changed, *outputs = _jax.evaluate(program, operands, select)
-    results = [
+    changed, *outputs = _jax.evaluate(program, jax.tree.leaves(operands), select)
+    results = (
         selected[var] if is_early else access.where_rows(named, x, old.astype(x.dtype))
-        for is_early, var, x, old in zip(early, new, outputs, state, strict=True)
-    ]
-    return [
-        access.where_rows(named, changed, jnp.zeros((), changed.dtype)),
-        *(x.astype(old.dtype) for x, old in zip(results, state, strict=True)),
-    ]
+        for is_early, var, x, old in zip(early, new, outputs, old_arrays, strict=True)
+    )
+    kept = {k: x.astype(state[k].dtype) for k, x in zip(names, results, strict=True)}
+    return access.where_rows(named, changed, jnp.zeros((), changed.dtype)), kept

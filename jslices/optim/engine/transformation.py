@@ -20,7 +20,7 @@ from jslices._place.hints import (
     warn_of_columns,
 )
 from jslices._slices import IndexedSlices, is_slices
-from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
+from jslices._typing import Change, Gradients, Key, Leaf, Params, PyTree, Record, State
 from jslices.optim.engine import catch_up as exact
 from jslices.optim.engine import protocol
 from jslices.optim.engine.boxes import boxed_anew, unboxed, within_boxes
@@ -39,7 +39,15 @@ from jslices.optim.engine.clock import (
 )
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import Kernel, Rule, Step, next_count, row_of, zero_count
+from jslices.optim.engine.rule import (
+    Kernel,
+    Rule,
+    Step,
+    in_dtypes_of,
+    next_count,
+    row_of,
+    zero_count,
+)
 from jslices.optim.engine.step import Plan, choose_plan, step_rows
 
 
@@ -102,8 +110,8 @@ class _Array(NamedTuple):
 
     path: str  #: of the leaf, as JAX writes it, for errors.
     rule: Rule
-    read: tuple[Any, ...]  #: the parameter; if there is noise, what this knows rows by.
-    kept: list[Any]  #: its state arrays; then the last steps of its rows.
+    p: Any
+    state: Record  #: with ``"last"`` if its rows catch up, and ``"row_keys"`` if by noise.
     clock: Any  #: an ``_OfClock`` if its rows catch up.
 
 
@@ -208,13 +216,12 @@ class _RuleOnTrees:
         params_of = _parameters(tree, params, reads_params)
         arrays = self._arrays(state, params, tree, params_of)
         for each, grad, does_missed in zip(arrays, leaves, is_peeked, strict=True):
-            path, rule, read, kept, *_ = each
-            shapes = functools.partial(self.state_shapes, rule)
-            mine = kept[: len(self.names)]
-            grad = checked_gradient(path, grad, read[0], mine, shapes)
+            shapes = functools.partial(self.state_shapes, each.rule)
+            mine = {name: each.state[name] for name in self.names}
+            grad = checked_gradient(each.path, grad, each.p, mine, shapes)
             by_row = isinstance(grad, IndexedSlices)
             if each.clock is not None and by_row:
-                is_unread = protocol.has_no_rows(grad) and adds and read[0] is not None
+                is_unread = protocol.has_no_rows(grad) and adds and each.p is not None
                 does_missed |= is_unread
                 if does_missed:
                     # Rows of it may be read without gradient, before those of the others.
@@ -223,10 +230,10 @@ class _RuleOnTrees:
             kernel = kernel_of(each, by_row)
             if does_missed:
                 kernel = exact.after(self._missed(state, each), kernel)
-            first, changed = _step_leaf(adds, path, rule, kernel, grad, read, kept)
+            first, changed = _step_leaf(adds, each, kernel, grad)
             if each.clock is not None and changed is not None and not by_row:
                 as_whole.append(each.clock.number)
-                changed = (*changed[:-1], kept[-1])
+                changed["last"] = each.state["last"]
             stepped.append(first)
             new.append(changed)
         if self.rule.missed is not None:
@@ -254,7 +261,12 @@ class _RuleOnTrees:
         def of_rule(rule: Rule, by_row: bool) -> Kernel:
             if by_row and rule.update_slices is not None:
                 return rule.update_slices(step)
-            kernel = ((by_row and rule.update_rows) or rule.update)(step)
+            arithmetic = ((by_row and rule.update_rows) or rule.update)(step)
+
+            def kernel(g: jax.Array, p: Any, state: Record) -> Change:
+                update, new = arithmetic(g, p, state)
+                return update, in_dtypes_of(state, new)
+
             return jax.jit(kernel, inline=True) if is_staged() else kernel
 
         def kernel_of(each: _Array, by_row: bool) -> Kernel:
@@ -291,9 +303,9 @@ class _RuleOnTrees:
         """The rows that ``ids`` name, once it is clear that they can catch up."""
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(params)
-        for path, rule, (p, *_), kept, _ in self._arrays(state, params, tree, leaves):
+        for path, rule, p, arrays, _ in self._arrays(state, params, tree, leaves):
             shapes = self.state_shapes(rule, jnp.shape(p))
-            check_shapes(path, jnp.shape(p), kept[: len(self.names)], shapes)
+            check_shapes(path, jnp.shape(p), arrays, shapes)
         return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
     def _missed(self, state: State, each: "_Array") -> Partial:
@@ -332,21 +344,21 @@ class _RuleOnTrees:
                 rows = self._with_rows_in_turn(each, rows, state.count)
                 clock = each.clock.whole, state.count
                 kernel = self._missed(state, each)
-                new[i] = exact.caught_up(kernel, rows, each.read, each.kept, *clock)
+                new[i] = exact.caught_up(kernel, rows, each.p, each.state, *clock)
         for missed, members in together.items():
             log, _, _, own = arrays[members[0]].clock
-            small = [[*arrays[i].read, *arrays[i].kept] for i in members]
+            small = [(arrays[i].p, arrays[i].state) for i in members]
             whole = [arrays[i].clock.whole for i in members]
             done = exact.small_caught_up(missed, state.count, log, small, whole, own)
             for i, mine in zip(members, done, strict=True):
-                new[i] = *mine, arrays[i].kept[-1]
+                new[i] = mine
         as_whole = [arrays[i].clock.number for i in itertools.chain(*together.values())]
         steps = _set(state.clock.whole, as_whole, state.count)
         clock = state.clock._replace(whole=steps, own=None)
         state = state._replace(clock=clock)
         pairs = zip(leaves, new, strict=True)
         params = tree.unflatten([p if mine is None else mine[0] for p, mine in pairs])
-        changed = [None if mine is None else mine[1:] for mine in new]
+        changed = [None if mine is None else mine[1] for mine in new]
         return params, self._with_arrays(state, tree, changed)
 
     @on_any_mesh(lambda *args: None)
@@ -357,14 +369,14 @@ class _RuleOnTrees:
         for each, rows in zip(arrays, behind, strict=True):
             kernel, entries = self._missed(state, each), exact.entries_of(rows)
             rows = self._with_rows_in_turn(each, rows, state.count)
-            now.append(exact.peeked(kernel, rows, each.read, each.kept, entries))
+            now.append(exact.peeked(kernel, rows, each.p, each.state, entries))
         return tree.unflatten(now)
 
     def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
         if isinstance(rows, bool) or not each.clock.log.size:
             return rows
         columns = each.clock.log.shape[1]
-        return with_rows_in_turn(rows, each.kept[-1], count, columns=columns)
+        return with_rows_in_turn(rows, each.state["last"], count, columns=columns)
 
     def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
         """Refuses a step of rows that are behind; traced, warns where they must be.
@@ -435,24 +447,25 @@ class _RuleOnTrees:
         Where a None gradient stands for None, or for a part of the parameters, it is
         whatever the state has there.
         """
-        columns = [arrays_of(state, name, tree) for name in self.names]
-        paths, rules = protocol.paths_of(tree), self._rules(params, tree)
+        records: list[Record] = [{} for _ in leaves]
+        for name in self.names:
+            for mine, x in zip(records, arrays_of(state, name, tree), strict=True):
+                mine[name] = x
+        each = protocol.paths_of(tree), self._rules(params, tree), leaves, records
         if self.rule.missed is None:
-            kept = [list(x) for x in zip(*columns, strict=True)] or [[]] * len(leaves)
-            rows = zip(paths, rules, leaves, kept, strict=True)
-            return [_Array(path, rule, (p,), mine, None) for path, rule, p, mine in rows]
+            return [_Array(*x, None) for x in zip(*each, strict=True)]
         own = state.clock.own or [None] * len(state.clock.log)
         logs = zip(state.clock.log, own, strict=True)
         log_of = dict(zip(self._missed_of_rules, logs, strict=True))
         arrays, clocks = [], self._clocks(state, tree)
-        for path, rule, p, *mine, (last, whole, number) in zip(
-            paths, rules, leaves, *columns, clocks, strict=True
-        ):
-            has_noise = rule.missed.noise is not None and p is not None
-            names = [exact.row_names(path, last, p)] if has_noise else []
+        for path, rule, p, mine, (last, whole, number) in zip(*each, clocks, strict=True):
+            assert rule.missed is not None
+            mine["last"] = last
+            if rule.missed.noise is not None and p is not None:
+                mine["row_keys"] = exact.row_keys(path, last, p)
             log, columns = log_of[rule.missed]
             of_clock = _OfClock(log, whole, number, columns)
-            arrays.append(_Array(path, rule, (p, *names), [*mine, last], of_clock))
+            arrays.append(_Array(path, rule, p, mine, of_clock))
         return arrays
 
     def _clocks(self, state: State, tree: PyTreeDef) -> list[tuple[Any, Any, int]]:
@@ -467,17 +480,17 @@ class _RuleOnTrees:
         return clocks
 
     def _with_arrays(
-        self, state: State, tree: PyTreeDef, arrays: Sequence[tuple[jax.Array, ...] | None]
+        self, state: State, tree: PyTreeDef, arrays: Sequence[Record | None]
     ) -> State:
-        """The state with these arrays, as :meth:`_kept` gives them; None: as it was."""
+        """The state with these arrays; None: as it was."""
 
-        def changed(old: PyTree, at: int) -> PyTree:
+        def changed(old: PyTree, name: str) -> PyTree:
             pairs = zip(tree.flatten_up_to(old), arrays, strict=True)
-            return tree.unflatten([x if mine is None else mine[at] for x, mine in pairs])
+            return tree.unflatten([x if mine is None else mine[name] for x, mine in pairs])
 
-        new = {name: changed(getattr(state, name), i) for i, name in enumerate(self.names)}
+        new = {name: changed(getattr(state, name), name) for name in self.names}
         if self.rule.missed is not None:
-            last = changed(state.clock.last, len(self.names))
+            last = changed(state.clock.last, "last")
             new["clock"] = state.clock._replace(last=last)
         return state._replace(**new)
 
@@ -510,39 +523,28 @@ def _parameters(tree: PyTreeDef, params: Params, needed: bool) -> list[jax.Array
 
 
 def _step_leaf(
-    adds: bool,
-    path: str,
-    rule: Rule,
-    kernel: Kernel,
-    grad: Leaf,
-    read: Sequence[Any],
-    arrays: Sequence[jax.Array],
-) -> tuple[Leaf, tuple[jax.Array, ...] | None]:
-    """The parameter, or its update where nothing is added, and the new state arrays.
+    adds: bool, each: _Array, kernel: Kernel, grad: Leaf
+) -> tuple[Leaf, Record | None]:
+    """The parameter, or its update where nothing is added, and its new state.
 
-    None for these where they stay as they are. The parameter, the first that is ``read``,
-    may be None where neither the rule reads it nor anything is added.
+    None for the state where it stays as it is. The parameter may be None where neither the
+    rule reads it nor anything is added.
     """
-    param = read[0]
+    path, rule, param, state, _ = each
     if grad is None or protocol.has_no_rows(grad):
         return (param if adds else grad), None
     if adds and param is None:  # whose state moves all the same, as by `update`
-        return None, _step_leaf(False, path, rule, kernel, grad, read, arrays)[1]
+        return None, _step_leaf(False, each, kernel, grad)[1]
     if adds:
         protocol.check_kinds(path, grad, param)
     by_rows = isinstance(grad, IndexedSlices)
     if by_rows and rule.sums_first is not None and rule.sums_first(param):
         grad = grad.coalesce()
     if not by_rows or rule.update_slices is not None:
-        update, *new = kernel(grad, *read, *arrays)
-        return protocol.add_update(path, update, param) if adds else update, tuple(new)
-    how = {"adds": adds, "linear": rule.linear}
-    if param is not None:
-        stepped, *new = step_rows(kernel, grad, read, arrays, **how)
-    else:
-        without = lambda g, *state: kernel(g, None, *state)  # noqa: E731
-        stepped, *new = step_rows(without, grad, [], arrays, **how)
-    return stepped, tuple(new)
+        update, new = kernel(grad, param, state)
+        stepped = protocol.add_update(path, update, param) if adds else update
+        return stepped, {**state, **new}
+    return step_rows(kernel, grad, param, state, adds=adds, linear=rule.linear)
 
 
 def _plan_of(rule: Rule, grad: Leaf, param: jax.Array, platform: str) -> Plan | None:
