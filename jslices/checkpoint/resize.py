@@ -16,6 +16,7 @@ from jslices.checkpoint.trees import brief, clocks_in, listed, matching, named_l
 from jslices.extend import (
     Params,
     PyTree,
+    RowClock,
     State,
     as_ids,
     as_transformation,
@@ -23,7 +24,6 @@ from jslices.extend import (
     like_first,
     on_any_mesh,
     rows_at,
-    with_all_done,
 )
 
 
@@ -108,7 +108,7 @@ def resize_rows(
     structure: Any = jax.tree.structure(fresh)
     owners = _owners(begin, new, structure)
     for name, count in _counts_of_clocks(before).items():
-        begin[name] = with_all_done(begin[name], np.asarray(count))
+        begin[name] = RowClock(begin[name], np.asarray(count)).after_all()
     problems: list[str] = []
     resized_params = [
         _resized(name, old[name], x, sources.get(name), problems) for name, x in new.items()
@@ -231,7 +231,7 @@ def _begun(
         if is_slices(x):
             return mask_rows(x, lambda at: ~jnp.isin(at, ids))
         if name in counts:
-            return _with_rows(x, ids, with_all_done(rows_at(x, ids), counts[name]))
+            return _with_rows(x, ids, RowClock(rows_at(x, ids), counts[name]).after_all())
         by_row = table[0] not in (*shape[1:], *table[1:]) and shape[:1] == table[:1]
         fits = jnp.shape(start[name])[:1] == values.shape[:1]
         if fits and (by_row or shape == table):

@@ -22,7 +22,7 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import OLD_CLOCK, PyTree, steps_done
+from jslices.extend import OLD_CLOCK, PyTree, RowClock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -526,7 +526,7 @@ def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
         # Of an earlier version rows tell their steps alone.
         as_whole = archive.read(whole)[number] if whole in archive.specs else -1
         last, steps = archive.read(f"{clock}last{table}"), archive.read(count)
-        if (steps_done(last, as_whole, steps) < steps).any():
+        if RowClock.of(last, as_whole, steps).is_late.any():
             warnings.warn(
                 f"{archive.prefix}: rows are behind in {clock[:-1]}, of which not all is "
                 "restored: the steps that they missed are lost. Restore it into the "

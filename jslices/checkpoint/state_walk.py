@@ -11,7 +11,7 @@ from jax import lax
 
 from jslices import GradientTransformation, IndexedSlices
 from jslices.checkpoint.slot_names import FUSED, NAMES
-from jslices.extend import Params, State, steps_done
+from jslices.extend import Params, RowClock, State
 
 
 class StateArray(NamedTuple):
@@ -91,8 +91,8 @@ def has_rows_behind(part: Any) -> bool:
     if clock is None:
         return False
     last = enumerate(jax.tree.leaves(clock.last))
-    done = (steps_done(x, clock.whole[i], part.count) for i, x in last)
-    return any((x < part.count).any() for x in done)
+    rows = (RowClock.of(x, clock.whole[i], part.count) for i, x in last)
+    return any(x.is_late.any() for x in rows)
 
 
 def _with_logs(state: State, *of: State) -> State:

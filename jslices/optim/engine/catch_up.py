@@ -28,11 +28,8 @@ from jslices._typing import Change, Leaf, PyTree, Record
 from jslices.optim.engine.clock import (
     FROZEN,
     Clock,
+    RowClock,
     float_like,
-    frozen,
-    last_done,
-    last_steps,
-    never_moves,
 )
 from jslices.optim.engine.missed import Missed, MissedSteps
 from jslices.optim.engine.rule import (
@@ -113,22 +110,21 @@ def with_clock(
     step, key, average = next_count(count), clock.key, steps.average
 
     def timed(whole: Any, g: jax.Array, p: Any, state: Record) -> Change:
-        last = last_steps(state["last"], whole, count)
-        stays, holds = never_moves(last), last < 0
-        moves = ~stays & (last_done(last, count) == count)
+        rows = RowClock.of(state["last"], whole, count)
+        moves = ~rows.is_frozen & (rows.step == count)
         update, new = kernel(g, p, state)
         if key is not None:
             variance = steps.rate(count, clock.log[0].dtype)
             update += _noise(steps, key, state["row_keys"], count, step, variance, update)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
-        wrong = jnp.where(per_row(stays, update), -0.0, jnp.nan)
+        wrong = jnp.where(per_row(rows.is_frozen, update), -0.0, jnp.nan)
         update = access.where_rows(moves, update, wrong.astype(update.dtype))
         if average is not None:  # to where held rows are
-            now = p + access.where_rows(~holds, update, jnp.zeros((), update.dtype))
+            now = p + access.where_rows(~rows.stays, update, jnp.zeros((), update.dtype))
             new = {**new, "ema": decayed(state["ema"], now, average)}
         # The clock waits for the gradient, which waits for all reads (value_and_grad).
         first = g[(0,) * g.ndim].real if g.size else 0
-        return update, {**new, "last": _stamped(last, jnp.where(first > jnp.inf, 0, step))}
+        return update, {**new, "last": rows.after(jnp.where(first > jnp.inf, 0, step))}
 
     return Partial(timed, whole)
 
@@ -162,18 +158,19 @@ def _late(
     """For each gradient its rows ``[n]``, which have not caught up, and what they did."""
     results = []
     for grad, last, whole in tables:
-        steps = jnp.atleast_1d(last_steps(last, whole, count))
+        marks = jnp.atleast_1d(RowClock.of(last, whole, count).marks)
         # A row of several numbers, of which each has a step of its own.
-        rows = jnp.arange(steps.size).reshape(steps.shape)
+        numbers = jnp.arange(marks.size).reshape(marks.shape)
         if isinstance(grad, IndexedSlices):
-            height = access.rows_numbered(steps.shape, grad.row_axes)
+            height = access.rows_numbered(marks.shape, grad.row_axes)
             at = access.canonical_indices(grad.indices, height)
-            rows, steps = (
+            numbers, marks = (
                 rows_at(x, at, fill_value=fill, row_axes=grad.row_axes)
-                for x, fill in ((rows, 0), (steps, FROZEN))
+                for x, fill in ((numbers, 0), (marks, FROZEN))
             )
-        done = last_done(steps, count)
-        results.append((rows, (done != count) & ~never_moves(steps), done))
+        rows = RowClock(marks, count)
+        late = (rows.step != count) & ~rows.is_frozen
+        results.append((numbers, late, rows.step))
     return results
 
 
@@ -238,8 +235,8 @@ def caught_up(
     if isinstance(behind, IndexedSlices):
         return step_rows(kernel, behind, p, state, adds=True)
     last = state["last"]
-    late = last_done(last_steps(last, whole, count), count) < count
-    freed = jnp.where((last < 0) & ~never_moves(last) & ~late, count, last)
+    late = RowClock.of(last, whole, count).is_late
+    freed = jnp.where(RowClock(last, count).is_held & ~late, count, last)
     every_row = functools.partial(_every_row, kernel)
 
     def if_late(p: jax.Array, state: Record) -> Change:
@@ -327,8 +324,8 @@ def arithmetic(steps: MissedSteps) -> Callable[..., Change]:
     def kernel(shared: PyTree, p: jax.Array, state: Record) -> Change:
         count, log, key, whole = shared
         last = access.gathered_once(state["last"])  # or a GPU copies those of all rows
-        waited = waited_of(steps, count, log, last_steps(last, whole, count))
-        return advanced(steps, count, key, waited, p, state)
+        waited = waited_of(steps, log, RowClock.of(last, whole, count))
+        return advanced(steps, key, waited, p, state)
 
     return kernel
 
@@ -336,8 +333,7 @@ def arithmetic(steps: MissedSteps) -> Callable[..., Change]:
 class Waited(NamedTuple):
     """Numbers of rows that may have missed steps, ``[n]`` each."""
 
-    last: jax.Array  #: their last steps, of held and frozen ones as such.
-    done: jax.Array  #: their last steps.
+    rows: RowClock
     late: jax.Array  #: whether they have missed some.
     moves: jax.Array  #: whether these move them.
     own: Missed
@@ -347,32 +343,30 @@ class Waited(NamedTuple):
 
 def waited_of(
     steps: MissedSteps,
-    count: jax.Array,
     log: jax.Array,
-    last: jax.Array,
+    rows: RowClock,
     columns: Sequence[jax.Array] = (),
 ) -> Waited:
-    done = last_done(last, count)
-    late, missed = done < count, steps.missed(log, count, done, columns)
-    return Waited(last, done, late, late & (done == last), *missed)
+    late, missed = rows.is_late, steps.missed(log, rows.count, rows.step, columns)
+    return Waited(rows, late, late & ~rows.stays, *missed)
 
 
 def advanced(
     steps: MissedSteps,
-    count: jax.Array,
     key: jax.Array | None,
     waited: Waited,
     p: jax.Array,
     state: Record,
 ) -> Change:
     """``(move, new_state)`` of rows ``p``."""
-    last, done, late, moves, own, averaged, pulls = waited
+    rows, late, moves, own, averaged, pulls = waited
 
     def moved(missed: Missed, p: jax.Array) -> Any:
         missed = missed.for_rows(p, float_like(p))
         move, new = steps.advance(missed, p, state)
         if key is not None:
-            move += _noise(steps, key, state["row_keys"], done, count, missed.rates, p)
+            between = rows.step, rows.count
+            move += _noise(steps, key, state["row_keys"], *between, missed.rates, p)
         # A row that missed nothing stays as it is, to the bit.
         move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
         return missed.decay, move, new
@@ -383,7 +377,7 @@ def advanced(
         was, pull = (per_row(jnp.where(moves, x, 1.0), p) for x in pulls)
         left = (1 + fade) * (mean - was * p) - steps.average * share
         new = {**new, "ema": access.where_rows(late, left + pull * (p + move), mean)}
-    return move, {**in_dtypes_of(state, new), "last": _stamped(last, count)}
+    return move, {**in_dtypes_of(state, new), "last": rows.after(rows.count)}
 
 
 def is_small(steps: MissedSteps, p: Any) -> bool:
@@ -410,24 +404,25 @@ def small_caught_up(
     the columns ``[*V, lines]`` of the rows of a single array that bring them along.
     """
     pairs = zip(arrays, whole, strict=True)
-    lasts = [last_steps(state["last"], n, count) for (_, state), n in pairs]
-    last = jnp.concatenate([x.reshape(-1) for x in lasts])
+    marks = [RowClock.of(state["last"], n, count).marks for (_, state), n in pairs]
+    rows = RowClock(jnp.concatenate([x.reshape(-1) for x in marks]), count)
+    every = rows.marks.shape
 
     def every_row(arrays: Sequence[Change]) -> list[Change]:
         columns = () if own is None else tuple(own.reshape(-1, own.shape[-1]).T)
-        waited, at = waited_of(steps, count, log, last, columns), 0
+        waited, at = waited_of(steps, log, rows, columns), 0
         new: list[Change] = []
-        for (p, state), mine in zip(arrays, lasts, strict=True):
-            rows = slice(at, at + mine.size)
-            part = lambda x: x[rows].reshape(mine.shape) if np.shape(x) == last.shape else x  # noqa: B023, E731
+        for (p, state), mine in zip(arrays, marks, strict=True):
+            these = slice(at, at + mine.size)
+            part = lambda x: x[these].reshape(mine.shape) if np.shape(x) == every else x  # noqa: B023, E731
             numbers = jax.tree.map(part, waited)
-            move, now = advanced(steps, count, None, numbers, p, state)
+            move, now = advanced(steps, None, numbers, p, state)
             now = {**state, **now, "last": state["last"]}
             new.append(((p + move).astype(p.dtype), now))
             at += mine.size
         return new
 
-    late = jnp.any(last_done(last, count) < count)
+    late = jnp.any(rows.is_late)
     if_late = lambda arrays: lax.cond(late, every_row, lambda arrays: arrays, arrays)  # noqa: E731
     # But for a CPU it takes longer to wait for what has been computed than to compute.
     result: list[Change] = lax.platform_dependent(arrays, cpu=if_late, default=every_row)
@@ -466,16 +461,6 @@ def averaging(rule: Rule, decay: float) -> Rule:
     mean = lambda p: jnp.array(p, jnp.promote_types(p.dtype, "float32"), copy=True)  # noqa: E731
     missed, state = dataclasses.replace(missed, average=decay), {**rule.state, "ema": mean}
     return dataclasses.replace(rule, state=state, missed=missed, linear=False)
-
-
-def _stamped(last: jax.Array, step: jax.Array) -> jax.Array:
-    """The last steps of rows that have done ``step``, of frozen ones as such.
-
-    They depend on the old ones on purpose: XLA may otherwise write them before it has read
-    the rows, and copies the whole array for that.
-    """
-    done = jnp.maximum(last, step)
-    return jnp.where(never_moves(last), frozen(step), done)
 
 
 def _every_row(kernel: Kernel, p: jax.Array, state: Record) -> Change:

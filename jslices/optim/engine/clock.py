@@ -26,10 +26,8 @@ SHORTEST_LOG, ROWS_PER_COLUMN = 1 << 14, 1024
 #: Whether logs are as short as a step needs them: a host keeps what it takes from them.
 _SHORT = contextvars.ContextVar("short_logs", default=False)
 
-#: Steps of rows that do not move are kept modulo this, in integers below zero.
+#: Steps of rows that stay are kept modulo this, in integers below zero.
 _CYCLE = 1 << 30
-#: The mark of a frozen row that did no step.
-FROZEN = -1 - _CYCLE
 
 #: What to do with a clock of the format before this one.
 OLD_CLOCK = (
@@ -43,13 +41,11 @@ OLD_CLOCK = (
 class Clock(NamedTuple):
     """The last steps of rows, and what the last steps know of those after them.
 
-    A row that a transformation holds did not move since its last step, and whatever catches
-    it up without that transformation frees it; a frozen row never moves. Both have numbers
-    below zero in ``last``. A row did its last step with the whole array, or by itself,
-    whichever came later: :func:`last_steps`.
+    A row did its last step with the whole array, or by itself, whichever came later:
+    :meth:`RowClock.of`.
     """
 
-    last: Any  #: like params, int32 ``[V]`` (``row_like``): the last step of each row.
+    last: Any  #: like params, ``[V]`` (``row_like``): the marks of a :class:`RowClock`.
     whole: jax.Array  #: int32, one a parameter: its last step as a whole, or -1.
     log: tuple[jax.Array, ...]  #: ``[lines, L]``, of each rule: see :class:`MissedSteps`.
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
@@ -97,51 +93,89 @@ def float_like(p: Any) -> np.dtype:
     return np.dtype("f8" if jnp.result_type(p) in ("float64", "complex128") else "f4")
 
 
-# --- The last step of a row ---------------------------------------------------------------
+# --- The last steps of rows ---------------------------------------------------------------
 
 
-def last_done(last: jax.Array, count: jax.Array) -> jax.Array:
-    """The last steps of rows, of held and frozen ones too, after ``count`` steps."""
-    ago = (count - _in_cycle(last)) & (_CYCLE - 1)
-    return jnp.where(last < 0, count - ago, last)
+class RowClock(NamedTuple):
+    """The last steps of rows, after ``count`` steps of their optimizer.
 
-
-def never_moves(last: jax.Array) -> jax.Array:
-    return last < -_CYCLE
-
-
-def held(last: jax.Array) -> jax.Array:
-    """The marks of rows that did their last steps then, and are held since."""
-    return -1 - _in_cycle(last)
-
-
-def frozen(last: jax.Array) -> jax.Array:
-    """The marks of rows that never move."""
-    return FROZEN - _in_cycle(last)
-
-
-def _in_cycle(last: jax.Array) -> jax.Array:
-    return jnp.where(last < 0, ~last, last) & (_CYCLE - 1)
-
-
-def last_steps(last: jax.Array, whole: jax.Array, count: jax.Array) -> jax.Array:
-    """``last`` of rows of an array whose last step as a whole was ``whole``.
-
-    Which frees rows that were held until then.
+    A mark is the last step of a row that moves. A row that stays has a mark below zero, of
+    its last step modulo 2**30: it is held, by a transformation that leaves it out, and
+    whatever catches it up without that transformation frees it; or it is frozen for good.
     """
-    as_whole = jnp.where(never_moves(last), frozen(whole), whole)
-    return jnp.where(last_done(last, count) <= whole, as_whole, last)
+
+    marks: jax.Array  #: int32 ``[n]``
+    count: Any  # type: ignore[assignment]  #: int32 ``[]``
+
+    @classmethod
+    def of(cls, last: Any, whole: Any, count: Any) -> "RowClock":
+        """Of rows ``last`` of an array whose last step as a whole was ``whole``.
+
+        Which frees rows that were held until then.
+        """
+        rows, whole = cls(jnp.asarray(last), count), jnp.asarray(whole)
+        as_whole = jnp.where(rows.is_frozen, _frozen(whole), whole)
+        return cls(jnp.where(rows.step <= whole, as_whole, rows.marks), count)
+
+    @property
+    def step(self) -> jax.Array:
+        """The last step of each row, whether it moved in it or not."""
+        ago = (self.count - _in_cycle(self.marks)) & (_CYCLE - 1)
+        return jnp.where(self.stays, self.count - ago, self.marks)
+
+    @property
+    def stays(self) -> jax.Array:
+        """Whether a row is held or frozen."""
+        return self.marks < 0
+
+    @property
+    def is_held(self) -> jax.Array:
+        return self.stays & ~self.is_frozen
+
+    @property
+    def is_frozen(self) -> jax.Array:
+        return self.marks < -_CYCLE
+
+    @property
+    def is_late(self) -> jax.Array:
+        """Whether a row has missed steps."""
+        return self.step < self.count
+
+    @property
+    def held(self) -> jax.Array:
+        """The marks of these rows, held from now on, frozen ones too."""
+        return -1 - _in_cycle(self.marks)
+
+    @property
+    def frozen(self) -> jax.Array:
+        """The marks of these rows, frozen from now on."""
+        return _frozen(self.marks)
+
+    def after(self, step: jax.Array) -> jax.Array:
+        """The marks of these rows, moved by ``step``; frozen ones stay so.
+
+        They depend on the old ones on purpose: XLA may otherwise write them before it has
+        read the rows, and copies the whole array for that.
+        """
+        return jnp.where(self.is_frozen, _frozen(step), jnp.maximum(self.marks, step))
+
+    def after_all(self) -> jax.Array:
+        """The marks of rows that have done all steps; those that stay do so."""
+        count = RowClock(jnp.asarray(self.count), self.count)
+        marks = jnp.where(self.is_frozen, count.frozen, count.held)
+        return jnp.where(self.stays, marks, self.count)
 
 
-def steps_done(last: Any, whole: Any, count: Any) -> jax.Array:
-    """The last step of each row of an array, whether it moved in it or not."""
-    return last_done(last_steps(jnp.asarray(last), jnp.asarray(whole), count), count)
+#: The mark of a frozen row that did no step.
+FROZEN = -1 - _CYCLE
 
 
-def with_all_done(last: Any, count: Any) -> jax.Array:
-    """``last`` of rows that have done all ``count`` steps; held and frozen ones stay so."""
-    marks = jnp.where(never_moves(last), frozen(count), held(count))
-    return jnp.where(last < 0, marks, count)
+def _frozen(step: jax.Array) -> jax.Array:
+    return FROZEN - _in_cycle(step)
+
+
+def _in_cycle(marks: jax.Array) -> jax.Array:
+    return jnp.where(marks < 0, ~marks, marks) & (_CYCLE - 1)
 
 
 def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> State:
@@ -160,7 +194,8 @@ def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> Sta
 def by_row(clock: Clock, count: jax.Array) -> Clock:
     """The same clock, for rows that go apart: each keeps the last step of the whole."""
     leaves, tree = flatten(clock.last)
-    steps = [last_steps(x, clock.whole[i], count) for i, x in enumerate(leaves)]
+    whole = enumerate(leaves)
+    steps = [RowClock.of(x, clock.whole[i], count).marks for i, x in whole]
     return clock._replace(last=tree.unflatten(steps), whole=jnp.full_like(clock.whole, -1))
 
 
@@ -168,7 +203,7 @@ def by_row(clock: Clock, count: jax.Array) -> Clock:
 def flushed(clock: Clock, count: jax.Array) -> Clock:
     """The clock after all rows have caught up, whatever they did before."""
     clock = by_row(clock, count)
-    done = lambda x: with_all_done(x, count)  # noqa: E731
+    done = lambda x: RowClock(x, count).after_all()  # noqa: E731
     return clock._replace(last=jax.tree.map(done, clock.last))
 
 
@@ -204,7 +239,8 @@ def with_rows_in_turn(
         turn = first + jnp.arange(more, dtype=dtype)
         near = jnp.clip(turn, 0, height - 1)
         marks = access.take_rows(last, near, mode="promise_in_bounds", row_axes=axes)
-        waits = jnp.all(marks.reshape(more, -1) < 0, axis=1) | (near != turn)
+        stays = RowClock(marks.reshape(more, -1), count).stays
+        waits = jnp.all(stays, axis=1) | (near != turn)
         turn = jnp.where(waits, height, turn)
         # Padded and added: what is concatenated is a kernel of its own on a GPU.
         row = [(0, 0)] * (rows.values.ndim - 1)

@@ -14,7 +14,7 @@ from jslices._jax import flatten
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
-from jslices.optim.engine import clock
+from jslices.optim.engine.clock import Clock, RowClock, map_clocks
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import StateOfRows, is_leaf
 from jslices.optim.transforms import base
@@ -172,11 +172,11 @@ def _frozen_state(state: State, frozen: PyTree) -> State:
     """The state of an exact optimizer, in which frozen rows are marked."""
     tables: list[jax.Array] = []
 
-    def mark(last: jax.Array, bits: Frozen) -> jax.Array:
-        _check(bits, last.shape)
-        tables.append(last)
-        freed = jnp.where(clock.never_moves(last), clock.held(last), last)
-        return _where_frozen(freed, bits, clock.frozen(last))
+    def mark(rows: RowClock, bits: Frozen) -> jax.Array:
+        _check(bits, rows.marks.shape)
+        tables.append(rows.marks)
+        freed = jnp.where(rows.is_frozen, rows.held, rows.marks)
+        return _where_frozen(freed, bits, rows.frozen)
 
     new = _with_clocks(state, frozen, mark)
     if len(tables) < len(jax.tree.leaves(frozen)):
@@ -220,21 +220,21 @@ def _free(bits: Frozen) -> Frozen:
     return (lambda rows: ~bits(rows)) if callable(bits) else ~jnp.asarray(bits)
 
 
-def _held(last: jax.Array, bits: Frozen) -> jax.Array:
-    mark = jnp.where(clock.never_moves(last), last, clock.held(last))
-    return _where_frozen(last, bits, mark)
+def _held(rows: RowClock, bits: Frozen) -> jax.Array:
+    return _where_frozen(rows.marks, bits, jnp.where(rows.is_frozen, rows.marks, rows.held))
 
 
-def _where_frozen(last: jax.Array, bits: Frozen, mark: jax.Array) -> jax.Array:
-    """The last steps of rows, of those that are frozen the ``mark``."""
+def _where_frozen(marks: jax.Array, bits: Frozen, frozen: jax.Array) -> jax.Array:
+    """The marks of rows, ``frozen`` of those that ``bits`` name."""
     if not callable(bits):
-        return jnp.where(per_row(jnp.asarray(bits), last), mark, last)
-    if last.ndim > 1:
+        return jnp.where(per_row(jnp.asarray(bits), marks), frozen, marks)
+    if marks.ndim > 1:
         raise ValueError(
             "freeze_rows got a function of row numbers for a table whose rows may be "
-            f"numbered by {last.ndim} axes; give bools of shape {last.shape}"
+            f"numbered by {marks.ndim} axes; give bools of shape {marks.shape}"
         )
-    return jnp.where(bits(jnp.arange(last.shape[0], dtype=jnp.int32)), mark, last)
+    rows = jnp.arange(marks.shape[0], dtype=jnp.int32)
+    return jnp.where(bits(rows), frozen, marks)
 
 
 def _kept(
@@ -265,20 +265,20 @@ def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ..
 
 
 def _with_clocks(
-    state: State, frozen: PyTree, mark: Callable[[jax.Array, Frozen], jax.Array]
+    state: State, frozen: PyTree, mark: Callable[[RowClock, Frozen], jax.Array]
 ) -> State:
-    """The state with the last steps of rows of every clock in it as ``mark`` makes them."""
+    """The state with the marks of rows of every clock in it as ``mark`` makes them."""
 
-    def marked(old: clock.Clock, count: jax.Array) -> clock.Clock:
+    def marked(old: Clock, count: jax.Array) -> Clock:
         leaves, tree = flatten(old.last)
         numbers = tree.unflatten(range(len(leaves)))
         alone = np.zeros(len(leaves), bool)  # whose rows go by themselves again
 
         def steps(last: jax.Array, bits: Frozen, number: int) -> jax.Array:
             alone[number] = True
-            return mark(clock.last_steps(last, old.whole[number], count), bits)
+            return mark(RowClock.of(last, old.whole[number], count), bits)
 
         last = base.map_with_prefix(ARGUMENT, frozen, steps, old.last, numbers)
         return old._replace(last=last, whole=jnp.where(alone, -1, old.whole))
 
-    return clock.map_clocks(marked, state)
+    return map_clocks(marked, state)
