@@ -162,11 +162,11 @@ def takes_tables(**how: Any) -> Callable[[F], F]:
 
     def decorated(fun: F) -> F:
         @functools.wraps(fun)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def with_opaque_tables(*args: Any, **kwargs: Any) -> Any:
             loaded = sys.modules.get("jslices.experimental.call")
             return loaded.call(fun, args, kwargs, **how) if loaded else fun(*args, **kwargs)
 
-        return run  # type: ignore[return-value]
+        return with_opaque_tables  # type: ignore[return-value]
 
     return decorated
 

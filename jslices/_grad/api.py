@@ -301,7 +301,7 @@ def _linearize(
     only = lambda x, slot: slot if x.graded else None  # noqa: E731
     slots = jax.tree.map(only, planned.plan, every_slot)
 
-    def run(dense: list[jax.Array], slots: SlotTree) -> tuple[Any, Any]:
+    def of_slots(dense: list[jax.Array], slots: SlotTree) -> tuple[Any, Any]:
         left = iter(dense)
         primals = [
             next(left) if kind == "dense" else x
@@ -314,7 +314,7 @@ def _linearize(
         return flat[:num_results], (flat[num_results:], indices)
 
     with without_dense_warning():
-        results, pullback, (aux, indices) = jax.vjp(run, dense, slots, has_aux=True)
+        results, pullback, (aux, indices) = jax.vjp(of_slots, dense, slots, has_aux=True)
     sites = tuple(site for site in planned.sites if site.graded)
     static = tuple(planned.leaves), sites, kinds, call.tree, planned.outputs.tree
     vjp_fun = _VjpFun(static, (pullback, jax.tree.leaves(indices)))

@@ -159,13 +159,13 @@ class _Function:
         """``derive(run, primals, more)``: ``run`` is the call, of its inexact operands."""
 
         def whole(operands: Values, more: Values) -> Any:
-            def run(*primals: Any) -> tuple[Any, ...]:
+            def of_inexact(*primals: Any) -> tuple[Any, ...]:
                 inputs = list(operands)
                 for i, primal in zip(self._inexact, primals, strict=True):
                     inputs[i] = primal
                 return tuple(_jax.bind(self._eqn, inputs))
 
-            return derive(run, [operands[i] for i in self._inexact], more)
+            return derive(of_inexact, [operands[i] for i in self._inexact], more)
 
         program = jax.make_jaxpr(whole)(self._avals, more)
         return _RowProgram(program, [*self.shared, *shared], self._lead)

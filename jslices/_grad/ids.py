@@ -192,9 +192,9 @@ def eval_ids(planned: Planned, primals: Sequence[Any]) -> tuple[list[jax.Array],
 def _numbers_of_reads(planned: Planned, primals: Sequence[Any], every: bool) -> Any:
     """The program from leaves to the row numbers of reads, as of :func:`run_planned`."""
 
-    def run(*primals: Any) -> list[Any]:
+    def row_numbers(*primals: Any) -> list[Any]:
         slots = slots_for(planned.plan, every=every)
         return jax.tree.leaves(run_planned(planned, primals, slots, every=every)[1])
 
     with without_dense_warning():
-        return jax.make_jaxpr(run)(*primals)
+        return jax.make_jaxpr(row_numbers)(*primals)

@@ -328,7 +328,7 @@ class Runner(ViewWalk):
             return _nowhere(site, slot) if site.graded or self._every else None
 
         def make(taken: int, branch: Callable[[], Any]) -> Callable[[SlotTree], Any]:
-            def run(slots: SlotTree) -> tuple[Any, IndexTree]:
+            def taken_branch(slots: SlotTree) -> tuple[Any, IndexTree]:
                 outputs, own = self._inside(plans[taken], slots[taken], branch)
                 indices = [
                     own if i == taken else jax.tree.map(nowhere, plans[i], slots[i])
@@ -336,7 +336,7 @@ class Runner(ViewWalk):
                 ]
                 return outputs, indices
 
-            return run
+            return taken_branch
 
         runs = [make(number, branch) for number, branch in enumerate(branches)]
         outputs, indices = lax.switch(index, runs, slots)
@@ -391,9 +391,9 @@ def _compiled(
     """The jitted function from operands and slots of a part to outputs and row numbers."""
     equation = weak_equation(eqn)
 
-    def run(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
+    def part_of_program(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
         runner = Runner(plan, slots, leaves, every=every)
         return runner.inside(equation(), operands, needs_grad), runner.indices
 
-    run.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
-    return jax.jit(run)
+    part_of_program.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
+    return jax.jit(part_of_program)

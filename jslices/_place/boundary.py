@@ -173,7 +173,7 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fun)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        def without_explicit_axes(*args: P.args, **kwargs: P.kwargs) -> R:
             mesh = explicit_mesh(args)
             if mesh is None:
                 return fun(*args, **kwargs)
@@ -187,7 +187,7 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
             result: R = restore_sharding(out, whole)
             return result
 
-        return run
+        return without_explicit_axes
 
     return decorate
 
@@ -225,7 +225,7 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
 
     @usual_promotion
     @functools.wraps(fun)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def as_one_program(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -245,7 +245,7 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
         )
         return result
 
-    return run
+    return as_one_program
 
 
 @jax.tree_util.register_static

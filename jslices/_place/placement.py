@@ -219,7 +219,7 @@ def on_each_device(
     """
     names = placement.known if whole_rows else placement.mesh.axis_names
 
-    def run(*args: PyTree) -> Any:
+    def mapped_over_devices(*args: PyTree) -> Any:
         args = on_one_mesh(args)
         if not names:
             return fun(*args)
@@ -234,7 +234,7 @@ def on_each_device(
         )
         return mapped(*args)
 
-    return run
+    return mapped_over_devices
 
 
 def placement_at_hand(x: jax.Array) -> Placement | None:

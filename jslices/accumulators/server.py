@@ -120,7 +120,7 @@ class _Threads(futures.Executor):
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
 
-        def run() -> None:
+        def answer() -> None:
             try:
                 future.set_result(function(*args, **kwargs))
             except BaseException as error:
@@ -128,7 +128,7 @@ class _Threads(futures.Executor):
 
         while True:
             try:
-                threading.Thread(target=run, daemon=True, name="jslices serve").start()
+                threading.Thread(target=answer, daemon=True, name="jslices serve").start()
                 return future
             except RuntimeError:  # no more threads, until one ends
                 time.sleep(0.1)

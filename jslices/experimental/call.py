@@ -161,7 +161,7 @@ def call(
     at = [i for i, x in enumerate(leaves) if type_of(x) or isinstance(x, jax.core.Tracer)]
     values = [leaves[i] for i in at]
 
-    def run(*values: Any) -> Any:
+    def of_values(*values: Any) -> Any:
         args, kwargs = tree.unflatten(_filled(leaves, at, values))
         return fun(*args, **kwargs)
 
@@ -180,11 +180,11 @@ def call(
         return parts[0] if part is None else tuple(parts)
 
     if not any(isinstance(x, jax.core.Tracer) for x in values):
-        return typed(run(*map(_unwrapped, values)), lambda type, x: type.wrap(x))
+        return typed(of_values(*map(_unwrapped, values)), lambda type, x: type.wrap(x))
     arguments = list(map(jax.typeof, values))
     described = (t.described() if isinstance(t, Wrapping) else t for t in arguments)
-    shapes = typed(jax.eval_shape(run, *described), lambda type, x: type)
+    shapes = typed(jax.eval_shape(of_values, *described), lambda type, x: type)
     results, structure = jax.tree.flatten(shapes)
     results = [x if isinstance(x, Wrapping) else jax.typeof(x) for x in results]
-    flat = lambda *values: structure.flatten_up_to(run(*values))  # noqa: E731
+    flat = lambda *values: structure.flatten_up_to(of_values(*values))  # noqa: E731
     return structure.unflatten(Call(flat, arguments, results, sparse)(*values))

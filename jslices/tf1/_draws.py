@@ -132,18 +132,20 @@ class LazyValue(ArrayOperators):
         operands = tuple(x if isinstance(x, LazyValue) else plain(x) for x in operands)
         lazy = [x for x in operands if isinstance(x, LazyValue)]
 
-        def run(arrays: Sequence[jax.Array]) -> jax.Array:
+        def combined(arrays: Sequence[jax.Array]) -> jax.Array:
             rest = iter(arrays)
             values = [next(rest) if isinstance(x, LazyValue) else x for x in operands]
             return function(*values)
 
-        out = jax.eval_shape(run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy])
+        out = jax.eval_shape(
+            combined, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy]
+        )
         others = [x for x in operands if not isinstance(x, LazyValue)]
         repeatable = all(x.repeatable for x in lazy) and not any(
             isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(others)
         )
         draws = [draw for x in lazy for draw in x._draws]
-        make = lambda: run([x.value() for x in lazy])  # noqa: E731
+        make = lambda: combined([x.value() for x in lazy])  # noqa: E731
         return LazyValue(make, draws, tuple(out.shape), np.dtype(out.dtype), repeatable)
 
 

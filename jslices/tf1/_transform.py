@@ -105,12 +105,12 @@ def transform(fn: Callable[..., Any]) -> Transformed:
         leaves, structure = jax.tree.flatten((args, kwargs))
         arrays = {i: x for i, x in enumerate(leaves) if is_array(x)}
 
-        def run(arrays: dict[int, jax.Array]) -> Variables:
+        def init_of_arrays(arrays: dict[int, jax.Array]) -> Variables:
             merged = [arrays.get(i, x) for i, x in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(structure, merged)
             return init(jax.random.key(0), *args, **kwargs)
 
-        declared: Variables = jax.eval_shape(run, arrays)
+        declared: Variables = jax.eval_shape(init_of_arrays, arrays)
         return declared
 
     return Transformed(init, apply, abstract_init)

@@ -92,13 +92,13 @@ def within_boxes(*like: int) -> Callable[[F], F]:
 
     def decorate(fun: F) -> F:
         @functools.wraps(fun)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def without_boxes(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not _has_boxes((args, kwargs)):
                 return fun(self, *args, **kwargs)
             results = fun(self, *unboxed(args), **unboxed(kwargs))
             boxes = [args[i] for i in like]
             return boxed_as(boxes[0] if len(like) == 1 else tuple(boxes), results)
 
-        return run  # type: ignore[return-value]
+        return without_boxes  # type: ignore[return-value]
 
     return decorate

@@ -100,11 +100,11 @@ def optimizer(
         several = program.cache_info().misses > 2 * REMEMBERED
         return step if several else one_program(step)
 
-    def asked_in_each_step(
+    def evaluating_schedules(
         tx: GradientTransformation, numbers: dict[str, Any], *rest: Any
     ) -> GradientTransformation:
         def step(name: str) -> Callable[..., Any]:
-            def run(
+            def with_values(
                 grads: Gradients, state: State, params: Params = None, *key: Key
             ) -> tuple[PyTree, State]:
                 if not hasattr(state, "count"):  # of another optimizer, which is refused
@@ -112,7 +112,7 @@ def optimizer(
                 now = {name: value_at(x, state.count) for name, x in numbers.items()}
                 return program(name, *rest)(now, grads, state, params, *key)  # type: ignore[no-any-return]
 
-            return run
+            return with_values
 
         own = tx.averaged  # which asks in its steps itself
         return tx.replace(update=step("update"), apply=step("apply"), averaged=own)
@@ -129,7 +129,7 @@ def optimizer(
         with with_auto_axes(explicit_mesh(arrays)):  # as in a step
             tx = by_name(**(arguments | drop_sharding(arrays)))
         if hashed and not tx.catches_up:
-            tx = asked_in_each_step(tx, numbers, tree, *leaves)
+            tx = evaluating_schedules(tx, numbers, tree, *leaves)
         elif not arrays and not any(map(_is_function, leaves)):
             tx = tx.as_programs()
         return tx

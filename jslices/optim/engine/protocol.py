@@ -166,7 +166,9 @@ class GradientTransformation:
 
         @takes_tables(like={"apply": 2, "peek": None}.get(name, 0), part=0)
         @functools.wraps(part)
-        def run(grads: PyTree, state: State, *args: PyTree, **extra_args: PyTree) -> Any:
+        def checked_part(
+            grads: PyTree, state: State, *args: PyTree, **extra_args: PyTree
+        ) -> Any:
             if isinstance(state, StateOfRows):
                 step = getattr(self.of_rows(state), name)
                 result = step(grads, state.state, *args, **extra_args)
@@ -189,7 +191,7 @@ class GradientTransformation:
                 return result
             return jax.tree.map(_fitted, result[0], grads, is_leaf=is_leaf), *result[1:]
 
-        return run
+        return checked_part
 
     def as_programs(self) -> "GradientTransformation":
         """The same, compiled as a whole outside of ``jax.jit`` as well.

@@ -90,7 +90,7 @@ def chain(*transformations: Transformation) -> GradientTransformation:
 
     harmless: set[Any] = set()  #: trees of gradients whose other rows they leave alone
 
-    def run(
+    def every_link(
         name: str,
         grads: Gradients,
         state: State,
@@ -120,6 +120,6 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         )
 
     late = base.catching_up(last, part, lambda state, part: (*state[:-1], part))
-    update, apply = (functools.partial(run, name) for name in ("update", "apply"))
+    update, apply = (functools.partial(every_link, name) for name in ("update", "apply"))
     late["of_rows"] = base.renumbering(chain, *links)
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)

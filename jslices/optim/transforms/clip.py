@@ -44,7 +44,7 @@ def _for_gradients(
 
     def decorate(fun: Callable[Args, Clipped]) -> Callable[Args, Clipped]:
         @functools.wraps(fun)
-        def run(*args: Args.args, **kwargs: Args.kwargs) -> Clipped:
+        def of_gradients(*args: Args.args, **kwargs: Args.kwargs) -> Clipped:
             if len(args) + len(kwargs) == 1:
                 raise TypeError(
                     f"jslices.{fun.__name__}{inspect.signature(fun)} clips gradients; a "
@@ -53,7 +53,7 @@ def _for_gradients(
                 )
             return fun(*args, **kwargs)
 
-        return run
+        return of_gradients
 
     return decorate
 

@@ -103,7 +103,7 @@ def multi_steps(
         inner = opt.init(params)
         return MultiStepsState(zero_count(), zero_count(), inner, buffers.empty(params))
 
-    def run(
+    def if_due(
         name: str,
         wait: Callable[..., tuple[PyTree, State]],
         grads: Gradients,
@@ -139,8 +139,8 @@ def multi_steps(
     late = base.catching_up(opt, part, whole)
     anew = lambda opt: multi_steps(opt, every_k_schedule, grads, use_grad_mean)  # noqa: E731
     late["of_rows"] = base.renumbering(anew, opt)
-    update = functools.partial(run, "update", _no_updates)
-    apply = functools.partial(run, "apply", lambda step, *unchanged: unchanged)
+    update = functools.partial(if_due, "update", _no_updates)
+    apply = functools.partial(if_due, "apply", lambda step, *unchanged: unchanged)
     return GradientTransformation(init, update, apply=apply, plan=plan, **late)
 
 
