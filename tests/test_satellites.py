@@ -80,3 +80,38 @@ def test_folders_import_each_other_without_cycles():
     graphlib.TopologicalSorter(graph).prepare()
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph | {"_place": {"_slices"}}).prepare()
+
+
+#: From below; see CONTRIBUTING.
+LAYERS = (
+    *("_place", "_rows", "_slices", "_lookup", "_scatter", "_exchange", "_grad", "optim"),
+)
+
+
+def file_graph() -> dict[str, set[str]]:
+    """From each file of the layers to those files that it imports from."""
+    files = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts): file
+        for layer in LAYERS
+        for file in (ROOT / layer).rglob("*.py")
+    }
+    files = {name.removesuffix(".__init__"): file for name, file in files.items()}
+    graph = {}
+    for name, file in files.items():
+        found = imports(file.read_text())
+        graph[name] = {x if x in files else x.rpartition(".")[0] for x in found} & set(
+            files
+        )
+    return graph
+
+
+def test_layers_import_those_below():
+    for file, others in file_graph().items():
+        above = LAYERS[LAYERS.index(file.split(".")[0]) + 1 :]
+        assert not {x for x in others if x.split(".")[0] in above}, file
+
+
+def test_files_of_layers_import_each_other_without_circles():
+    graph = file_graph()
+    assert {"_grad.api", "optim.adam", "optim.engine.rule"} <= set(graph)
+    graphlib.TopologicalSorter(graph).prepare()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -470,3 +471,12 @@ def test_many_entries_of_sgd_stay_as_they_are():
     narrow = js.IndexedSlices(values.astype(jnp.bfloat16), ids, (5, 2))
     updates, _ = update(narrow, state)
     assert sorted(updates.indices.tolist()) == [1, 2, *[5] * 898]
+
+
+def test_a_profile_tells_reads_and_the_way_of_a_step():
+    table, ids = np.ones((50, 4), np.float32), np.arange(7, dtype=np.int32)
+    step = fast_jit(js.train_step(lambda t, ids: (t[ids] ** 2).sum(), js.adam(0.1)))
+    text = step.lower(table, js.adam(0.1).init(table), ids).compile().as_text()
+    names = set(re.findall(r'op_name="([^"]*)"', text))
+    for part in ("(read 7 rows)/", "/step 7 entries together/"):
+        assert any(part in name for name in names)

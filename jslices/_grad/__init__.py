@@ -4,6 +4,7 @@ Read from the top:
 
     api         ``grad``, ``value_and_grad``, ``vjp``: plan a call, run it, assemble
     call        the arguments of a call, its leaves, and the program that is traced of it
+    arguments   argnums and has_aux: which arguments are differentiated
     plan        what is read of the leaves, and which of them are sparse
     run         the planned call, with a cotangent slot in every read
     walk        the one walk over programs, that planner, runner and other checks visit by

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jslices import _jax
+from jslices._grad.arguments import Argnums, names_states
 from jslices._grad.call import (
-    Argnums,
     ExchangeSpec,
     LeafSpec,
     SparseSpec,
     UserCall,
     check_callable,
     check_inputs,
-    names_states,
 )
 from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import value_and_grad_of_states

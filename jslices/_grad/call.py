@@ -20,6 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices._arguments import is_function
 from jslices._exchange.plan import Exchange, ExchangePlan, plan_exchange
+from jslices._grad.arguments import chosen_arguments, split_aux
+from jslices._grad.nnx import lost_changes
 from jslices._grad.views import TableView, View, folded
 from jslices._jax import Program, broadcast_prefix
 from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
@@ -36,9 +38,6 @@ SparseSpec = Any | Callable[[Any, Any], SparseMode] | None
 #: ``exchange=``: one Exchange for all arrays, or a pytree prefix of them. For None, and for
 #: arrays that a dict leaves out, the array's type decides.
 ExchangeSpec = Any | None
-
-#: ``argnums=``: numbers of arguments, or ``nnx.DiffState``, which has one and a filter.
-Argnums = int | Sequence[int] | Any
 
 #: Stepping a smaller array whole is as fast as by rows.
 SMALL_BYTES = 1 << 16
@@ -179,24 +178,8 @@ class Outputs(NamedTuple):
 
 def _watched_models(names: Sequence[str], args: Sequence[Any]) -> Any:
     """A context that warns of changes in Flax models among these arguments."""
-    if "flax.nnx" not in sys.modules:
-        return contextlib.nullcontext()
-    from jslices._grad.nnx import lost_changes
-
-    return lost_changes(names, args)
-
-
-def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The result and aux of what the user's function returns."""
-    if not has_aux:
-        return out, ()
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            "with has_aux=True the function must return a pair (result, aux), got "
-            f"{type(out).__name__}"
-            + (f" of {len(out)}" if isinstance(out, tuple | list) else "")
-        )
-    return out[0], out[1]
+    loaded = "flax.nnx" in sys.modules
+    return lost_changes(names, args) if loaded else contextlib.nullcontext()
 
 
 def _definition(fun: Any) -> Any:
@@ -220,42 +203,6 @@ def _check_results(results: Sequence[Any]) -> None:
 def check_callable(fun: Any) -> None:
     if not callable(fun):
         raise TypeError(f"expected a function to differentiate, got {fun!r}")
-
-
-def chosen_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of the differentiated arguments, counted from the front."""
-    numbers = np.atleast_1d(np.asarray(argnums)).tolist()
-    if not all(isinstance(number, int) for number in numbers):
-        advice = ""
-        if any(hasattr(x, "filter") for x in numbers):  # a nnx.DiffState
-            advice = (
-                ", which jslices.grad and value_and_grad take; here split the model, "
-                "graph, params, rest = nnx.split(model, nnx.Param, ...), and pass a "
-                "function of params"
-            )
-        raise TypeError(f"argnums must be an integer or several, got {argnums!r}{advice}")
-    for number in numbers:
-        if not -len(args) <= number < len(args):
-            error = TypeError if number >= 0 else ValueError  # as JAX's
-            raise error(
-                f"argnums={argnums} needs at least "
-                f"{max(n + 1 if n >= 0 else -n for n in numbers)} positional "
-                f"arguments, got {len(args)}; differentiated arguments cannot be "
-                "passed by keyword"
-            )
-    positions = tuple(number % len(args) for number in numbers)
-    if len(set(positions)) < len(positions):
-        raise ValueError(f"argnums={argnums} names an argument twice")
-    return positions
-
-
-def names_states(argnums: Any) -> bool:
-    """True if one of ``argnums`` is a ``nnx.DiffState``."""
-    return any(map(is_state, argnums if isinstance(argnums, Sequence) else [argnums]))
-
-
-def is_state(argnum: Any) -> bool:
-    return hasattr(argnum, "argnum") and hasattr(argnum, "filter")
 
 
 def check_inputs(call: UserCall, holomorphic: bool, allow_int: bool) -> None:

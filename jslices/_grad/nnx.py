@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jslices._densify import warn_at_line
-from jslices._grad.call import chosen_arguments, is_state, split_aux
+from jslices._grad.arguments import chosen_arguments, is_state, split_aux
 from jslices._typing import PyTree
 
 

@@ -231,7 +231,8 @@ class Runner(ViewWalk):
         return arrays[value]
 
     def read(self, eqn: Equation, read: RowRead, values: Values) -> jax.Array:
-        self._rows = self._read(read, values, eqn.outvars[0].aval)
+        with jax.named_scope(f"read {read.count} rows"):  # in profiles
+            self._rows = self._read(read, values, eqn.outvars[0].aval)
         return self._rows
 
     def _read(

@@ -32,12 +32,12 @@ from jslices.optim.engine.clock import (
     float_like,
 )
 from jslices.optim.engine.missed import Missed, MissedSteps
+from jslices.optim.engine.numbers import next_count
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
     decayed,
     in_dtypes_of,
-    next_count,
     per_row,
 )
 from jslices.optim.engine.step import Plan, choose_plan, execute, read_rows, step_rows

@@ -20,12 +20,12 @@ from jslices._place.boundary import (
     with_auto_axes,
 )
 from jslices._typing import Gradients, Key, Params, PyTree, Scalar, State
+from jslices.optim.engine.numbers import value_at
 from jslices.optim.engine.protocol import (
     GradientTransformation,
     left_to_xla,
     shardings_of_step,
 )
-from jslices.optim.engine.rule import value_at
 
 P = ParamSpec("P")
 

@@ -29,9 +29,10 @@ import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
+from jslices._rows.access import per_row
 from jslices._typing import Arrays, Change, Record, Scalar, Schedule
+from jslices.optim.engine.numbers import next_count, value_at, weight_seen
 from jslices.optim.engine.quadrature import gauss_nodes
-from jslices.optim.engine.rule import next_count, per_row, value_at, weight_seen
 
 #: Relative size below which a term of a sum is dropped, as a multiple of ``eps``.
 NEGLIGIBLE = 2**-7

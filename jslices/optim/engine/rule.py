@@ -2,22 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jslices._arguments import is_number, shown
-from jslices._jax import is_staged
 from jslices._place.boundary import filled_like
 from jslices._rows.access import per_row as per_row
 from jslices._typing import Change, Record
 from jslices._typing import Scalar as Scalar
 from jslices._typing import Schedule as Schedule
-
-if TYPE_CHECKING:
-    from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.numbers import next_count as next_count
+from jslices.optim.engine.numbers import value_at as value_at
+from jslices.optim.engine.numbers import weight_seen
 
 # --- A step -----------------------------------------------------------------------------
 
@@ -74,11 +73,6 @@ class Step:
         return corrected
 
 
-def weight_seen(decay: Scalar, steps: Any) -> Any:
-    """The sum of the weights of so many terms of a decaying mean."""
-    return 1 - decay**steps
-
-
 # A jit of its own, because the power rounds differently outside one, and 1 - 0.999 has only
 # four digits of it left.
 _weight_seen = jax.jit(weight_seen, inline=True)
@@ -113,33 +107,6 @@ def scaled(size: Any, update: jax.Array) -> jax.Array:
     if isinstance(size, jax.Array):
         size = size.astype(update.dtype)
     return size * update
-
-
-def next_count(count: jax.Array) -> jax.Array:
-    """``count + 1``; it stays at the largest integer instead of turning negative."""
-    largest = jnp.iinfo(count.dtype).max
-    return jnp.where(count < largest, count + 1, largest)
-
-
-def zero_count() -> jax.Array:
-    """The number of steps taken so far: int32, ``[]``."""
-    axes = jax.sharding.get_abstract_mesh().axis_types
-    explicit = is_staged() and jax.sharding.AxisType.Explicit in axes
-    # Else it is on no mesh, and would leave a step on the one that is used inside.
-    return jnp.zeros([], jnp.int32, out_sharding=jax.P() if explicit else None)
-
-
-def value_at(value: Scalar | Schedule, count: jax.Array) -> Any:
-    """A hyperparameter at step ``count``: a number, or what its schedule returns."""
-    if not callable(value):
-        return value
-    number = value(count)
-    if not is_number(number):
-        raise TypeError(
-            f"the schedule {shown(value)} returned {shown(number)}: wanted one number, [], "
-            "for each step"
-        )
-    return number
 
 
 def row_mean(x: jax.Array) -> jax.Array:
@@ -187,7 +154,7 @@ class Rule:
     sums_first: Callable[[Any], bool] | None = None
     reads_params: bool = False  #: whether the kernel needs the parameter.
     linear: bool = False  #: whether the update of a sum is the sum of the updates.
-    missed: "MissedSteps | None" = None  #: what missed steps do to rows that catch up.
+    missed: MissedSteps | None = None  #: what missed steps do to rows that catch up.
 
 
 def zeros(dtype: DTypeLike | None = None) -> Callable[[jax.Array], jax.Array]:

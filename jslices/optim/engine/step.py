@@ -75,6 +75,11 @@ class Plan:
     chunk: int | None = None
     why: str = dataclasses.field(default="", compare=False)
 
+    @property
+    def scope(self) -> str:
+        """The name of its operations in a profile."""
+        return f"step {_count(self.entries)} entries {self.way}"
+
     def __str__(self) -> str:
         how = {
             "together": "all together",
@@ -277,29 +282,32 @@ def execute(
       ``(indices, update, state)``: indices ``[U]``, canonical; update ``[U, ...]``, zero in
       empty entries, or the array that it was added to; and the new state.
     """
-    arrays, tree = _jax.flatten((indices, values, p, state))
-    indices, values, p, state = tree.unflatten(_jax.as_varying_as(arrays, *arrays))
-    if plan.way == "all rows":
-        assert sizes is not None
-        return _all_rows(plan, kernel, sizes, indices, values, p, state, adds)
-    num_rows = None if sizes is None else math.prod(sizes)
-    if plan.sums:
-        order: Order = "packed" if plan.way == "in chunks" else "any"
-        values, indices, present = sum_duplicates(
-            values, indices, num_rows, plan.capacity, order=order, on_cpu=on_cpu
-        )
-    else:
-        if not distinct:  # else they are what a sum gave, or each_shard
-            indices = access.canonical_indices(indices, num_rows)
-        here = jnp.arange(1, indices.shape[0] + 1, dtype=jnp.int32)
-        empty = access.empty_index(num_rows, indices.dtype)
-        present = jnp.max(jnp.where(indices < empty, here, 0), initial=0)
-    if plan.way == "together":
-        distinct |= plan.sums
-        return indices, *_together(kernel, sizes, indices, values, p, state, adds, distinct)
-    assert plan.chunk is not None and sizes is not None
-    chunks = present, plan.chunk
-    return indices, *_in_chunks(kernel, sizes, indices, values, p, state, adds, *chunks)
+    with jax.named_scope(plan.scope):
+        arrays, tree = _jax.flatten((indices, values, p, state))
+        indices, values, p, state = tree.unflatten(_jax.as_varying_as(arrays, *arrays))
+        if plan.way == "all rows":
+            assert sizes is not None
+            return _all_rows(plan, kernel, sizes, indices, values, p, state, adds)
+        num_rows = None if sizes is None else math.prod(sizes)
+        if plan.sums:
+            order: Order = "packed" if plan.way == "in chunks" else "any"
+            values, indices, present = sum_duplicates(
+                values, indices, num_rows, plan.capacity, order=order, on_cpu=on_cpu
+            )
+        else:
+            if not distinct:  # else they are what a sum gave, or each_shard
+                indices = access.canonical_indices(indices, num_rows)
+            here = jnp.arange(1, indices.shape[0] + 1, dtype=jnp.int32)
+            empty = access.empty_index(num_rows, indices.dtype)
+            present = jnp.max(jnp.where(indices < empty, here, 0), initial=0)
+        if plan.way == "together":
+            distinct |= plan.sums
+            return indices, *_together(
+                kernel, sizes, indices, values, p, state, adds, distinct
+            )
+        assert plan.chunk is not None and sizes is not None
+        chunks = present, plan.chunk
+        return indices, *_in_chunks(kernel, sizes, indices, values, p, state, adds, *chunks)
 
 
 def _together(

@@ -38,15 +38,14 @@ from jslices.optim.engine.clock import (
     with_rows_in_turn,
 )
 from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
     Kernel,
     Rule,
     Step,
     in_dtypes_of,
-    next_count,
     row_of,
-    zero_count,
 )
 from jslices.optim.engine.step import Plan, choose_plan, step_rows
 

@@ -24,8 +24,8 @@ from jslices.optim.engine import protocol
 from jslices.optim.engine.arguments import PositiveCount
 from jslices.optim.engine.checks import check_fields
 from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
-from jslices.optim.engine.rule import next_count, zero_count
 from jslices.optim.transforms import base
 from jslices.optim.transforms.accumulate import merge_leaf, shapes_of
 
