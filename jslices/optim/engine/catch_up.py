@@ -135,7 +135,7 @@ Stepped: TypeAlias = Sequence[tuple[Leaf, jax.Array, Any]]
 
 def refuse_stale(tables: Stepped, count: jax.Array) -> None:
     """Raise for rows that have not caught up; no value may be traced."""
-    for rows, late, done in _late(tables, count):
+    for rows, late, done in _stale_rows(tables, count):
         if isinstance(late, jax.core.Tracer):  # all is known, but something is traced
             continue
         behind = np.asarray(late)
@@ -152,7 +152,7 @@ def refuse_stale(tables: Stepped, count: jax.Array) -> None:
 
 @boundary.one_program
 @boundary.on_any_mesh(lambda *args: None)
-def _late(
+def _stale_rows(
     tables: Stepped, count: jax.Array
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """For each gradient its rows ``[n]``, which have not caught up, and what they did."""
@@ -179,7 +179,7 @@ Behind: TypeAlias = IndexedSlices | bool
 
 
 def rows_behind(leaves: Sequence[Leaf], tree: PyTreeDef, ids: PyTree) -> list[Behind]:
-    """For each leaf of params the rows that ``ids`` name, as :func:`caught_up` takes them.
+    """For each leaf of params the rows that ``ids`` name, for :func:`catch_up_rows`.
 
     Raises:
       ValueError: if ``ids`` do not mirror ``params``.
@@ -222,7 +222,7 @@ def _entries(ids: ArrayLike | Behind | None, param: jax.Array) -> Behind:
     return IndexedSlices(jnp.zeros((ids.shape[0], 0)), ids, (param.shape[0], 0))
 
 
-def caught_up(
+def catch_up_rows(
     kernel: Kernel, behind: Behind, p: Any, state: Record, whole: Any, count: Any
 ) -> Change:
     """A parameter and its state, after the missed steps of some rows or all.
@@ -254,7 +254,7 @@ def entries_of(behind: Behind) -> int | None:
     return None if isinstance(behind, bool) else len(behind.indices)
 
 
-def peeked(
+def peek_rows(
     kernel: Kernel, behind: Behind, p: Any, state: Record, entries: int | None
 ) -> jax.Array | None:
     """The rows ``[K, *D]`` of a parameter after their missed steps; nothing is written.
@@ -266,7 +266,7 @@ def peeked(
         return None
     p, state = jax.tree.map(jnp.asarray, (p, state))
     if behind is True:
-        return _caught_up(kernel, p, state)[0]
+        return _advance_rows(kernel, p, state)[0]
     axes, old = behind.row_axes, [p, *state.values()]
     num_rows = access.rows_numbered(p.shape, axes)
     # As the step that follows numbers them, so that XLA finds that it reads and moves the
@@ -281,7 +281,7 @@ def peeked(
         else:
             indices, numbers = number_by_runs(behind.indices, num_rows)
     read = jax.tree.map(lambda x: read_rows(x, indices, axes), (p, state))
-    rows = _caught_up(kernel, *read)[0]
+    rows = _advance_rows(kernel, *read)[0]
     # Kept, or XLA computes them again where they are read, from state written since.
     rows = lax.optimization_barrier(rows)
     if numbers is None:
@@ -301,16 +301,16 @@ def after(before: Partial, kernel: Kernel) -> Kernel:
     return Partial(both, before, kernel)
 
 
-def missed_steps(kernel: Callable[..., Change], *shared: jax.Array | None) -> Partial:
+def missed_kernel(kernel: Callable[..., Change], *shared: jax.Array | None) -> Partial:
     """``kernel(nothing, p, state)``: the missed steps of some rows of an array.
 
-    Of frozen rows they change the state alone. ``kernel`` is their :func:`arithmetic`, and
-    ``shared`` what it wants.
+    Of frozen rows they change the state alone. ``kernel`` is that of
+    :func:`make_missed_kernel`, and ``shared`` what it wants.
     """
     return Partial(lambda shared, nothing, *rows: kernel(shared, *rows), shared)
 
 
-def arithmetic(steps: MissedSteps) -> Callable[..., Change]:
+def make_missed_kernel(steps: MissedSteps) -> Callable[..., Change]:
     """``(shared, p, state) -> (move, new_state)`` of missed steps.
 
     ``shared`` are the count, the log, the key of the noise, and the last step of the array
@@ -381,14 +381,14 @@ def advanced(
 
 
 def is_small(steps: MissedSteps, p: Any) -> bool:
-    """Whether :func:`small_caught_up` is for an array, as far as is known."""
+    """Whether :func:`catch_up_small` is for an array, as far as is known."""
     kind = jax.typeof(p)
     on_mesh = boundary.mesh_of(kind) is not None or varying_axes(kind)
     return 0 < p.size <= CHUNK_ELEMENTS and not (on_mesh or steps.noise)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def small_caught_up(
+def catch_up_small(
     steps: MissedSteps,
     count: jax.Array,
     log: jax.Array,
@@ -429,7 +429,7 @@ def small_caught_up(
     return result
 
 
-def _caught_up(kernel: Kernel, p: jax.Array, state: Record) -> Change:
+def _advance_rows(kernel: Kernel, p: jax.Array, state: Record) -> Change:
     """A parameter and its state, or rows of them, after their missed steps."""
     move, new = kernel(None, p, state)
     return (p + move).astype(p.dtype), {**state, **new}
@@ -474,7 +474,7 @@ def _every_row(kernel: Kernel, p: jax.Array, state: Record) -> Change:
     mesh = boundary.mesh_of(jax.typeof(p))
     on_mesh = mesh is not None and mesh.size > 1
     if p.ndim == 0 or p.size <= CHUNK_ELEMENTS or on_mesh:
-        return _caught_up(kernel, p, state)
+        return _advance_rows(kernel, p, state)
     height = access.rows_numbered(p.shape, axes)
     chunk = max(1, CHUNK_ELEMENTS * height // p.size)
     plan = Plan("in chunks", height, height, sums=False, chunk=chunk, why="all catch up")

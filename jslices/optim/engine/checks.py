@@ -22,7 +22,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 def check_state(state: State, state_type: type[State], names: Sequence[str]) -> None:
-    """Refuses the state of another optimizer, or of one with other settings."""
+    """Reject the state of another optimizer, or of one with other settings."""
     if not isinstance(state, state_type):
         raise TypeError(other_state("this optimizer", state, _shown(state_type)))
     if not jax.tree.leaves(state._replace(count=None)):  # of no parameters
@@ -38,7 +38,7 @@ def check_state(state: State, state_type: type[State], names: Sequence[str]) -> 
 
 
 def check_fields(caller: str, state: State, state_type: type[State]) -> None:
-    """Refuses a state without these fields, which that of Optax has as well."""
+    """Reject a state that lacks these fields; that of Optax, which has them, passes."""
     if not all(hasattr(state, name) for name in state_type._fields):
         raise TypeError(other_state(caller, state, _shown(state_type)))
 

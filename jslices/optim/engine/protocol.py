@@ -68,8 +68,21 @@ class GradientTransformation:
 
     It unpacks as a pair, ``init, update = tx``, and Optax's combinators take it.
 
+    To write an optimizer, describe it by a rule and let ``transformation`` make this
+    (CONTRIBUTING.md); or give ``init`` and ``update``, which suffice where no row is ever
+    behind.
+
+    To wrap one, ``tx.replace(update=..., apply=...)``: of what you replace
+
+    - ``update`` and ``apply`` come together: ``apply`` adds what ``update`` returns;
+    - ``init`` and what reads its state come together;
+    - all of ``catch_up``, ``flush`` and ``peek`` move rows to where the next step expects
+      them, and pass ``params`` and ``state`` through as they pass through your step;
+    - ``of_rows`` is due where you go by row numbers: from it a ``HostTable`` gets the same
+      for the rows that are on the device.
+
     Args:
-      init: ``init(params) -> state``.
+      init: (Optax's pair) ``init(params) -> state``.
       update: ``update(grads, state, params=None, **extra_args) -> (updates, state)``, with
         extra arguments as Optax has them (``value=loss`` for ``reduce_on_plateau``), of
         which each transformation takes those that it names. ``grads`` mirrors
@@ -77,7 +90,7 @@ class GradientTransformation:
         is none; so do the updates, which :func:`jslices.apply_updates` (or, without None,
         ``optax.apply_updates``) adds. In a program these have as many entries as the
         gradients, so that ``lax.cond`` may choose between them (``apply_if_finite``).
-      catch_up: for rows that catch up, see :meth:`catch_up`.
+      catch_up: (for rows, as all that follow) see :meth:`catch_up`.
       flush: the same for all rows; None for ``catch_up`` of all of them.
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
@@ -119,8 +132,10 @@ class GradientTransformation:
         self.init, self._plan, self.averaged = takes_tables()(init), plan, averaged
         self.check: Any = check
         names = ("update", "apply", "catch_up", "flush", "peek")
-        self.update, step, self._catch_up, self._flush, self._peek = map(self._part, names)
-        self._step = step or in_two(self._part("update", fits=False))
+        own = map(self._accepting_extra_args, names)
+        self.update, step, self._catch_up, self._flush, self._peek = own
+        in_full = self._accepting_extra_args("update", fits=False)
+        self._step = step or apply_from_update(in_full)
         #: Whether it goes by row numbers, or by how many rows there are.
         self.goes_by_row = of_rows is not None
         # Bound once, so that jax.jit(tx.apply) finds its program again.
@@ -139,7 +154,7 @@ class GradientTransformation:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """That of Optax where it is loaded, as its combinators ask for extra arguments."""
+        """Pose as a transformation of Optax once it is imported: its combinators ask."""
         own = type(self)
         return getattr(sys.modules.get("optax"), "GradientTransformationExtraArgs", own)
 
@@ -154,8 +169,8 @@ class GradientTransformation:
         of_rows = self._parts["of_rows"]
         return self if of_rows is None else of_rows(rows).replace(of_rows=None)
 
-    def _part(self, name: str, fits: bool = True) -> Any:
-        """A part, which ignores extra arguments that it does not name, as in Optax.
+    def _accepting_extra_args(self, name: str, fits: bool = True) -> Any:
+        """A part that drops keyword arguments which it does not declare, as in Optax.
 
         In a program ``update`` ``fits``: its slices have as many entries as the gradient's.
         """
@@ -368,7 +383,11 @@ def _looked_at(grads: Gradients, in_part: bool) -> Gradients:
     return grads
 
 
-def in_two(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+def apply_from_update(
+    update: Callable[..., tuple[Any, Any]],
+) -> Callable[..., tuple[Any, Any]]:
+    """``apply`` as ``update`` followed by ``apply_updates``."""
+
     def apply(
         grads: Gradients,
         state: State,
@@ -628,7 +647,7 @@ def shardings_of_step(
 
 
 def left_to_xla(tree: PyTree, state: State) -> PyTree:
-    """Slices of tables that all devices have, to be stepped with state that is split.
+    """Drop the placement of slices of replicated tables whose state is split.
 
     Without a placement XLA sends the rows of the state that a step reads; with it each
     device would step all of them, and be sent the whole state.

@@ -124,7 +124,7 @@ class _RuleOnTrees:
         self.names = tuple(rule.state)
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
-        self.arithmetic = functools.cache(exact.arithmetic)
+        self.missed_kernels = functools.cache(exact.make_missed_kernel)
         #: By the trace in which rows caught up, None outside: whether a step followed.
         self.caught_up: dict[Any, bool] = {}
 
@@ -186,7 +186,9 @@ class _RuleOnTrees:
         peeked: PyTree = None,
     ) -> tuple[Params, State]:
         if key is not None:  # each row is rounded once, when all is added
-            return protocol.in_two(self.update)(grads, state, params, key, peeked=peeked)
+            return protocol.apply_from_update(self.update)(
+                grads, state, params, key, peeked=peeked
+            )
         return self._step(protocol.left_to_xla(grads, state), state, params, peeked, True)
 
     @on_any_mesh(lambda _, *args: protocol.shardings_of_step(*args, adds=args[-1]))
@@ -198,7 +200,7 @@ class _RuleOnTrees:
         check_state(state, self.state_type, self.fields)
         protocol.refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         protocol.refuse_alone("tx.update", grads, params)
-        is_peeked = self._peeked(peeked, grads)
+        is_peeked = self._peeked_flags(peeked, grads)
         reads_params = self.rule.reads_params or any(is_peeked) or "ema" in self.names
         reads_params |= adds and grads is not None
         if params is None and (reads_params or self.mask is not None):
@@ -228,7 +230,7 @@ class _RuleOnTrees:
                     grad = self._with_rows_in_turn(each, grad, now)
             kernel = kernel_of(each, by_row)
             if does_missed:
-                kernel = exact.after(self._missed(state, each), kernel)
+                kernel = exact.after(self._missed_kernel(state, each), kernel)
             first, changed = _step_leaf(adds, each, kernel, grad)
             if each.clock is not None and changed is not None and not by_row:
                 as_whole.append(each.clock.number)
@@ -292,13 +294,13 @@ class _RuleOnTrees:
 
     @within_boxes(0, 1)
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        return self._advance(params, state, self._behind(params, state, ids))
+        return self._advance(params, state, self._rows_named(params, state, ids))
 
     @within_boxes(0)
     def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
-        return self._peek(params, state, self._behind(params, state, rows))
+        return self._peek(params, state, self._rows_named(params, state, rows))
 
-    def _behind(self, params: Params, state: State, ids: PyTree) -> list[exact.Behind]:
+    def _rows_named(self, params: Params, state: State, ids: PyTree) -> list[exact.Behind]:
         """The rows that ``ids`` name, once it is clear that they can catch up."""
         check_state(state, self.state_type, self.fields)
         leaves, tree = flatten(params)
@@ -307,11 +309,11 @@ class _RuleOnTrees:
             check_shapes(path, jnp.shape(p), arrays, shapes)
         return protocol.left_to_xla(exact.rows_behind(leaves, tree, ids), state)  # type: ignore[no-any-return]
 
-    def _missed(self, state: State, each: "_Array") -> Partial:
+    def _missed_kernel(self, state: State, each: "_Array") -> Partial:
         """What rows of an array do that are behind."""
         log, whole, *_ = each.clock
         shared = state.count, log, state.clock.key, whole
-        return exact.missed_steps(self.arithmetic(each.rule.missed), *shared)
+        return exact.missed_kernel(self.missed_kernels(each.rule.missed), *shared)
 
     @functools.cached_property
     def _missed_of_rules(self) -> list[MissedSteps]:
@@ -342,13 +344,13 @@ class _RuleOnTrees:
             elif rows is not False:
                 rows = self._with_rows_in_turn(each, rows, state.count)
                 clock = each.clock.whole, state.count
-                kernel = self._missed(state, each)
-                new[i] = exact.caught_up(kernel, rows, each.p, each.state, *clock)
+                kernel = self._missed_kernel(state, each)
+                new[i] = exact.catch_up_rows(kernel, rows, each.p, each.state, *clock)
         for missed, members in together.items():
             log, _, _, own = arrays[members[0]].clock
             small = [(arrays[i].p, arrays[i].state) for i in members]
             whole = [arrays[i].clock.whole for i in members]
-            done = exact.small_caught_up(missed, state.count, log, small, whole, own)
+            done = exact.catch_up_small(missed, state.count, log, small, whole, own)
             for i, mine in zip(members, done, strict=True):
                 new[i] = mine
         as_whole = [arrays[i].clock.number for i in itertools.chain(*together.values())]
@@ -366,9 +368,9 @@ class _RuleOnTrees:
         leaves, tree = flatten(params)
         arrays, now = self._arrays(state, params, tree, leaves), []
         for each, rows in zip(arrays, behind, strict=True):
-            kernel, entries = self._missed(state, each), exact.entries_of(rows)
+            kernel, entries = self._missed_kernel(state, each), exact.entries_of(rows)
             rows = self._with_rows_in_turn(each, rows, state.count)
-            now.append(exact.peeked(kernel, rows, each.p, each.state, entries))
+            now.append(exact.peek_rows(kernel, rows, each.p, each.state, entries))
         return tree.unflatten(now)
 
     def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
@@ -401,7 +403,7 @@ class _RuleOnTrees:
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         leaves = [
             None if is_peeked or protocol.has_no_rows(x) else x
-            for x, is_peeked in zip(leaves, self._peeked(peeked, grads), strict=True)
+            for x, is_peeked in zip(leaves, self._peeked_flags(peeked, grads), strict=True)
         ]
         if not is_traced:
             clocks = zip(leaves, self._clocks(state, tree), strict=True)
@@ -410,7 +412,7 @@ class _RuleOnTrees:
         elif any(map(is_slices, leaves)):
             warn_at_line(exact.STALE, category=UserWarning)
 
-    def _peeked(self, peeked: PyTree, grads: Gradients) -> list[bool]:
+    def _peeked_flags(self, peeked: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
         if peeked is None:
             return [False] * len(flatten(grads, is_leaf=protocol.is_leaf)[0])

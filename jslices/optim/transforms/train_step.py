@@ -168,7 +168,7 @@ def _up_to_date(
     rows, others = reads.at(call.primals)
     by_rows = {i for i in may_peek if not (rows[i] is None and others[i] is None)}
 
-    def behind(i: int) -> PyTree:
+    def catch_up_ids(i: int) -> PyTree:
         if i in by_rows:
             return None
         if i in whole:
@@ -177,7 +177,7 @@ def _up_to_date(
         return both if tx.peeks and rows[i] is not None else leaf_ids(both)
 
     # Also without any: that of others may see to a rate that has changed.
-    params, state = tx.catch_up(params, state, call.mirror(map(behind, every)))
+    params, state = tx.catch_up(params, state, call.mirror(map(catch_up_ids, every)))
     call = call.at(params)
 
     def peek(wanted: Mapping[int, PyTree]) -> dict[int, jax.Array]:
@@ -202,7 +202,7 @@ def _is_state(x: PyTree) -> bool:
 
 
 def _not_ours(tx: object) -> str:
-    """What to type instead of something of Optax, which is known by who made it."""
+    """Suggest the replacement for an Optax transformation, told by its constructor."""
     name = getattr(getattr(tx, "init", None), "__qualname__", "").partition(".")[0]
     chain = "jslices.adam for optax.adam, jslices.optim.chain for optax.chain"
     instead = {
