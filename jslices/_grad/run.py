@@ -326,7 +326,7 @@ class Runner(ViewWalk):
         plans, slots = next(self._body.entries)
 
         def nowhere(site: Site, slot: Any) -> jax.Array | None:
-            return _nowhere(site, slot) if site.graded or self._every else None
+            return _out_of_range_ids(site, slot) if site.graded or self._every else None
 
         def make(taken: int, branch: Callable[[], Any]) -> Callable[[SlotTree], Any]:
             def taken_branch(slots: SlotTree) -> tuple[Any, IndexTree]:
@@ -371,7 +371,7 @@ class Runner(ViewWalk):
             self._body = outer
 
 
-def _nowhere(site: Site, slot: jax.Array) -> jax.Array:
+def _out_of_range_ids(site: Site, slot: jax.Array) -> jax.Array:
     """Row numbers out of range, for a read in a branch that is not taken."""
     rows = slot.shape[: slot.ndim - len(site.table_shape) + 1]
     indices = jnp.full(rows, site.table_shape[0], site.index_dtype)

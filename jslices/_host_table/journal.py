@@ -375,11 +375,11 @@ class Journaled:
     """A table, or some, that a journal writes to."""
 
     #: The journal, and the number of the first table in it.
-    _seat: tuple[Journal, int]
+    _journal_slot: tuple[Journal, int]
 
     @property
     def _journal(self) -> Journal:
-        return self._seat[0]
+        return self._journal_slot[0]
 
     @one_at_a_time
     def flush(self) -> None:

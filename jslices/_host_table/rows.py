@@ -156,10 +156,10 @@ def initial_records(
     _, state = layout.unpack(packed[0], shared)
     _, later = tx.flush(start, state)
 
-    def begun(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+    def begin_row(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
         return new if ".clock" in jax.tree_util.keystr(path) else old
 
-    return records_of(jax.tree_util.tree_map_with_path(begun, state, later))
+    return records_of(jax.tree_util.tree_map_with_path(begin_row, state, later))
 
 
 @jax.jit
@@ -170,7 +170,7 @@ def caught_up(rows: HostRows, steps: jax.Array) -> tuple[jax.Array, HostRows]:
     return table, rows.pack(table, state, key)
 
 
-def with_pending(
+def with_uncommitted_step(
     rows: HostRows, numbers: np.ndarray, others: np.ndarray, pending: HostRows
 ) -> HostRows:
     """Update rows by those of a step that is not written yet.

@@ -171,13 +171,13 @@ class HostTable(Journaled):
             else open_file(self._path, self._form(rows), make=True)
         )
         records.has_init |= callable(init) or init != 0
-        self._seat = Journal([records]), 0
+        self._journal_slot = Journal([records]), 0
         #: Of the last fetch, until its rows are stored.
         self._fetched: Stored | None = None
 
     @property
     def _records(self) -> storage.Records:
-        journal, index = self._seat
+        journal, index = self._journal_slot
         return journal.members[index]
 
     @property
@@ -256,7 +256,7 @@ class HostTable(Journaled):
         rows = jax.device_put(rows, self._device)
         for step in self._pending:
             old = np.where(fresh, ~numbers, numbers)  # without those of former owners
-            rows = on_device.with_pending(rows, old, step.rows, step.words)
+            rows = on_device.with_uncommitted_step(rows, old, step.rows, step.words)
         self._fetched = Stored(self._records, ticket, self._steps, numbers, batch)
         places[places == len(numbers)] = room
         parts = np.split(places, np.cumsum([x.size for x in arrays])[:-1])
@@ -701,19 +701,19 @@ class HostTables(Journaled):
                 raise InvalidArgumentError(
                     f"{table!r} is together with other tables already, or twice in these"
                 )
-        before = [table._seat for table in members]
+        before = [table._journal_slot for table in members]
         for journal, _ in before:
             journal.end()
         self._tables = dict(tables)
-        self._seat = Journal([table._records for table in members]), 0
+        self._journal_slot = Journal([table._records for table in members]), 0
         try:
             for index, table in enumerate(members):
                 before[index][0].closed = True
-                table._seat = self._seat[0], index
+                table._journal_slot = self._journal_slot[0], index
         except BaseException:
-            self._seat[0].closed = True
-            for table, seat in zip(members, before, strict=True):
-                table._seat, seat[0].closed = seat, False
+            self._journal_slot[0].closed = True
+            for table, slot in zip(members, before, strict=True):
+                table._journal_slot, slot[0].closed = slot, False
             raise
 
     def __getitem__(self, name: str) -> HostTable:

@@ -468,7 +468,7 @@ def row_major_array(x: Leaf) -> Any:
 
 
 def is_row_major(x: Aval) -> bool:
-    """Whether there is nothing to do. Traced arrays have no known layout."""
+    """True if the array is row-major already; False for tracers of unknown layout."""
     if math.prod(x.shape[1:]) < 2:
         return True
     if isinstance(x, jax.core.Tracer):

@@ -225,7 +225,7 @@ def hint_rows(place: str, shape: tuple[int, ...], row_axes: int, *x: Aval) -> No
 
 
 def _hint_elsewhere(context: Any, x: Any) -> list[Any]:
-    """Lowers what a TPU is to return by rows, for a TPU that the trace did not know of."""
+    """Lowering of ``row_major`` on a TPU that was not known at trace time."""
     (aval,) = context.avals_in
     if aval.shape[-1] % LANES:
         hint_once(

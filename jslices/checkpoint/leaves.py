@@ -71,7 +71,7 @@ class Spec:
 
 @functools.lru_cache(4096)  # many variables are alike
 def check_spec(spec: Spec) -> None:
-    """Refuse a spec that no leaf has by a ValueError that says why."""
+    """Raise ValueError for a spec that describes no leaf."""
     dtype, shape = dtype_named(spec.dtype), spec.shape
     np.broadcast_to(np.zeros((), dtype), shape)  # fails if there are no such arrays
     if spec.is_key:
@@ -99,7 +99,7 @@ def check_spec(spec: Spec) -> None:
 
 
 def check_values(spec: Spec, array: np.ndarray) -> None:
-    """Refuse bytes that encode no value by a ValueError that says why."""
+    """Raise ValueError for bytes that encode no value."""
     flat: Any = array.reshape(-1)
     if array.dtype == bool and (flat.view(np.uint8) > 1).any():
         raise ValueError("it holds bools that are neither 0 nor 1")

@@ -1,4 +1,4 @@
-"""A map on the host, in memory or in a file, of which a batch's buckets are read."""
+"""Host-side map of ids, in memory or in a file; a batch reads only its own buckets."""
 
 import contextlib
 import dataclasses

@@ -27,7 +27,7 @@ def params_ema(tx: Transformation, decay: Decay) -> GradientTransformation:
       up before they are read, of a lazy ``tx`` too: :func:`jslices.train_step` sees to it.
 
     Raises:
-      TypeError: for what is no optimizer of jslices.
+      TypeError: if ``tx`` is not an optimizer of jslices.
       ValueError: for one whose rows move in a way that has no closed form here, or decay
         faster than the average.
 

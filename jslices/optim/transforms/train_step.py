@@ -76,7 +76,7 @@ def train_step(
       ValueError: under an exact optimizer, if the rows that get a gradient depend on the
         values of the table itself, with the line that reads them; only ``tx.flush`` before
         every step can serve that.
-      TypeError: for what is no optimizer of jslices. Otherwise as
+      TypeError: if ``tx`` is not an optimizer of jslices. Otherwise as
         :func:`jslices.value_and_grad`, and nothing has changed then.
 
     Warns:
