@@ -20,7 +20,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 #: Pages, what they need, and the shapes of ids and labels.
 PAGES = {
     "README.md": ("jax", (3,), (3,)),
-    "docs/index.md": ("jax", (3,), (3,)),
     "docs/start.md": ("jax", (3, 2), (3,)),
     "docs/coming_from/optax.md": ("jax", (3,), (3,)),
     "docs/coming_from/pytorch.md": ("jax", (3,), (3,)),

@@ -131,7 +131,6 @@ def test_what_is_said_of_a_gpu():
         (page, torch, "{} to {} times as fast as PyTorch"),
         (page, dense, "{} to {} times as fast as Optax"),
         (README, torch, "{} to {} times as fast as PyTorch"),
-        (README, dense, "{} to {} times as fast as [Optax]"),
     ):
         least, _, most = of([min(x[who] for who in peers) / x["jslices"] for x in ms])
         assert words.format(f"{least:.1f}", f"{most:.0f}") in text
