@@ -83,9 +83,10 @@ from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
 from jslices._typing import State as State
 
-# Parameters in boxes of Flax, and out of them.
+# Parameters in boxes that name their axes, of Flax or registered, and out of them.
 from jslices.optim.engine.boxes import boxed_as as boxed_as
 from jslices.optim.engine.boxes import is_box as is_box
+from jslices.optim.engine.boxes import register_box as register_box
 from jslices.optim.engine.boxes import unboxed as unboxed
 from jslices.optim.engine.boxes import with_axes as with_axes
 

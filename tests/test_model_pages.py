@@ -90,6 +90,81 @@ def test_nnx_optimizer():
     check_equal(train)
 
 
+def nnx_step(nnx, loss, model, optimizer, *batch):
+    """The exact step of docs/models/nnx.md."""
+    graph, params, rest = nnx.split(model, optimizer.wrt, ...)
+
+    def loss_of(params, rest, *batch):
+        model = nnx.merge(graph, params, rest, copy=True)
+        return loss(model, *batch), nnx.state(model, nnx.Not(optimizer.wrt))
+
+    one = js.train_step(loss_of, optimizer.tx, has_aux=True)
+    state = nnx.as_pure(optimizer.opt_state)
+    params, state, value, rest = one(params, state, rest, *batch)
+    nnx.update(model, params, rest)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    optimizer.step[...] += 1
+    return value
+
+
+@pytest.mark.parametrize("rate", [0.1, lambda count: 0.1 / (count + 1)])
+@pytest.mark.parametrize("together", [1, 4])
+def test_exact_steps_of_an_nnx_optimizer(rate, together):
+    """One step in a program, and four; the model has dropout and means that change."""
+    nnx = pytest.importorskip("flax.nnx")
+    loss = lambda model, ids: mean_square(model(ids))  # noqa: E731
+
+    def train(tx, step):
+        model = nnx_model(nnx, normed=True)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @functools.partial(nnx.jit, donate_argnums=(0, 1))
+        def steps(model, optimizer, batches):
+            return [step(model, optimizer, ids) for ids in batches]
+
+        values = []
+        for i in range(8 // together):
+            batches = [(IDS + together * i + j) % V for j in range(together)]
+            values += map(float, steps(model, optimizer, batches))
+        assert optimizer.step[...] == 8
+        return values, model
+
+    def dense(model, optimizer, ids):
+        by_params = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.Param))
+        value, grads = by_params(model, ids)
+        optimizer.update(model, grads)
+        return value
+
+    wanted, _ = train(optax.adam(rate), dense)
+    exact = functools.partial(nnx_step, nnx, loss)
+    values, model = train(js.adam(rate, untouched="exact"), exact)
+    np.testing.assert_allclose(values, wanted, rtol=1e-5)
+    assert bool((model.norm.mean[...] != 0).any())
+
+
+def test_states_of_nnx_that_cannot_be_stepped():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx_model(nnx, normed=False)
+    graph, params = nnx.split(model, nnx.Param)
+
+    def loss(params):
+        return mean_square(nnx.merge(graph, params)(IDS))
+
+    pure = nnx.as_pure(params)
+    shapes = jax.eval_shape(js.grad(loss), pure)
+    accumulating = js.optim.multi_steps(js.adam(0.1), 2, shapes)
+    for tx, of in (
+        (js.adam(0.1), lambda optimizer: nnx.state(optimizer)["opt_state"]),
+        (js.adam(0.1, untouched="exact"), lambda optimizer: optimizer),
+        (accumulating, lambda optimizer: optimizer.opt_state),
+    ):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        with pytest.raises(TypeError, match=r"nnx\.as_pure\(optimizer\.opt_state\)"):
+            js.train_step(loss, tx)(pure, of(optimizer))
+    with pytest.raises(ValueError, match=r"pass it gradients of nnx\.as_pure\(params\)"):
+        js.train_step(loss, accumulating)(params, accumulating.init(pure))
+
+
 def test_nnx_models_with_other_state():
     """Keys, counts and running means go on, too."""
     nnx = pytest.importorskip("flax.nnx")

@@ -131,7 +131,7 @@ class Unstack:
         devices: int,
     ) -> None:
         self._tree, self._names, self._members = tree, names, members
-        empty = lambda x: x.replace_boxed(None) if extend.is_box(x) else None  # noqa: E731
+        empty = lambda x: jax.eval_shape(lambda x: x, x) if extend.is_box(x) else None  # noqa: E731
         self._boxes = [*map(empty, boxes)]
         self.tables = {
             stack: StackedTables({names[i]: jnp.shape(arrays[i]) for i in part}, devices)
@@ -252,7 +252,7 @@ class Unstack:
         box = self._boxes[number]
         if box is None or not hasattr(x, "shape"):
             return x
-        return extend.with_axes(box, range(x.ndim)).replace_boxed(x)
+        return extend.with_axes(box, range(x.ndim), x)
 
     def _together(self, tree: PyTree) -> Stacked:
         boxed = self._tree.flatten_up_to(tree)

@@ -1,9 +1,10 @@
-"""Parameters in boxes of Flax, which name their axes (``nn.with_partitioning``).
+"""Parameters in boxes, which name their axes: of Flax, Haliax, penzai, or registered.
 
 An optimizer steps what is in the boxes. The arrays of its state are in boxes as well, which
 do not name the axes that an array lacks.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -18,12 +19,100 @@ from jslices._typing import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
 Start = Callable[[jax.Array], jax.Array]
+Axes = Sequence[int]
+
+
+@functools.singledispatch
+def with_axes(box: Any, left: Axes, array: Any) -> Any:
+    """A box of an array that has the axes ``left`` of those that ``box`` names."""
+    raise TypeError(f"{type(box)} is no box")
+
+
+def register_box(kind: type, with_axes_of: Callable[[Any, Axes, Any], Any]) -> None:
+    """Let optimizers take parameters in boxes of a class.
+
+    Args:
+      kind: a pytree node with one child, the array, and names of its axes.
+      with_axes_of: ``with_axes_of(box, left, array)``, a box for an array of a state with
+        the axes ``left`` of those in ``box``: ``[0]`` for a number a row, ``[]`` for a
+        scalar. ``tx.init`` calls it for arrays that have fewer axes than their parameter.
+
+    Boxes that name no axes are pytrees like others: nothing is to be registered.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, jslices as js
+      >>> from jslices.extend import register_box
+      >>> @jax.tree_util.register_dataclass
+      ... @dataclasses.dataclass
+      ... class Named:
+      ...     array: jax.Array
+      ...     axes: tuple = dataclasses.field(metadata={"static": True})
+      >>> register_box(Named, lambda x, left, a: Named(a, tuple(x.axes[i] for i in left)))
+      >>> params = Named(jnp.ones((3, 2)), ("rows", "cols"))
+      >>> js.rowwise_adagrad(0.1).init(params).sum_of_squares
+      Named(array=Array([0., 0., 0.], dtype=float32), axes=('rows',))
+    """
+    with_axes.register(kind, with_axes_of)
+
+
+def _of_linen(box: Any, left: Axes, array: Any) -> Any:
+    names = getattr(box, "names", ())
+    for axis in reversed(range(len(names))):
+        if axis not in left:
+            box = box.remove_axis(axis, {"partition_name": names[axis]})
+    return box.replace_boxed(array)
+
+
+def _of_nnx(box: Any, left: Axes, array: Any) -> Any:
+    new = boxed_as(box, array)
+    for key in ("out_sharding", "sharding_names", "sharding", "optimizer_sharding"):
+        if names := box.get_metadata().get(key):
+            new.set_metadata(key, _less_sharding(names, left))
+    return new
+
+
+def _less_sharding(names: Any, left: Axes) -> Any:
+    """Names of axes, of which the last may be left out, or a sharding."""
+    if hasattr(names, "spec"):
+        return names.update(spec=_less_sharding(names.spec, left))
+    if not isinstance(names, tuple | jax.P):
+        return names
+    kept = [names[i] for i in left if i < len(names)]
+    return jax.P(*kept) if isinstance(names, jax.P) else tuple(kept)
+
+
+def _of_haliax(box: Any, left: Axes, array: Any) -> Any:
+    return box.tree_unflatten(tuple(box.axes[i] for i in left), [array])
+
+
+def _of_penzai(box: Any, left: Axes, array: Any) -> Any:
+    sizes = [*box.named_axes.items()]
+    first = box.data_array.ndim - len(sizes)  # axes by position come before
+    axes = type(box.named_axes)(sizes[i - first] for i in left if i >= first)
+    return dataclasses.replace(box, named_axes=axes, data_array=array)
+
+
+#: Boxes of libraries that are not imported yet, by module and class.
+_LATER: dict[tuple[str, str], Callable[[Any, Axes, Any], Any]] = {
+    ("flax.core.meta", "AxisMetadata"): _of_linen,
+    ("flax.nnx", "Variable"): _of_nnx,
+    ("haliax", "NamedArray"): _of_haliax,
+    ("penzai.core.named_axes", "NamedArray"): _of_penzai,
+}
+
+
+def _are_known() -> bool:
+    """Whether there are classes of boxes, after a look at what was imported since."""
+    for module, name in [*_LATER]:
+        if kind := getattr(sys.modules.get(module), name, None):  # not half imported
+            register_box(kind, _LATER.pop((module, name)))
+    return len(with_axes.registry) > 1
 
 
 def is_box(x: object) -> bool:
     """Whether it is a box: a pytree node with one child, and metadata of each axis."""
-    meta: Any = sys.modules.get("flax.core.meta")
-    return meta is not None and isinstance(x, meta.AxisMetadata)
+    none = with_axes.registry[object]
+    return _are_known() and with_axes.dispatch(type(x)) is not none
 
 
 def _is_leaf(x: object) -> bool:
@@ -31,8 +120,7 @@ def _is_leaf(x: object) -> bool:
 
 
 def _has_boxes(tree: PyTree) -> bool:
-    loaded = "flax.core.meta" in sys.modules
-    return loaded and any(map(is_box, jax.tree.leaves(tree, is_leaf=_is_leaf)))
+    return _are_known() and any(map(is_box, jax.tree.leaves(tree, is_leaf=_is_leaf)))
 
 
 def unboxed(tree: PyTree) -> Any:
@@ -40,15 +128,22 @@ def unboxed(tree: PyTree) -> Any:
     return jax.tree.map(_content, tree, is_leaf=_is_leaf) if _has_boxes(tree) else tree
 
 
+def _opened(box: Any) -> tuple[Any, Any]:
+    # `unbox` of Flax would constrain how it is split.
+    (content,), structure = jax.tree.flatten(box, is_leaf=lambda part: part is not box)
+    return content, structure
+
+
 def _content(x: Any) -> Any:
-    # `unbox` would constrain how it is split.
-    return jax.tree.leaves(x, is_leaf=lambda part: part is not x)[0] if is_box(x) else x
+    return _opened(x)[0] if is_box(x) else x
 
 
 def boxed_as(boxes: PyTree, tree: PyTree) -> Any:
     """A tree without boxes in the boxes of another."""
 
-    put = lambda box, x: box.replace_boxed(x) if is_box(box) else x  # noqa: E731
+    def put(box: Any, x: Any) -> Any:
+        return _opened(box)[1].unflatten([x]) if is_box(box) else x
+
     return jax.tree.map(put, boxes, tree, is_leaf=_is_leaf)
 
 
@@ -57,15 +152,20 @@ def boxed_anew(params: PyTree, starts: Sequence[Start], tree: PyTree) -> Any:
     if not _has_boxes(params):
         return tree
     boxes, structure = flatten(params, is_leaf=is_box)
-    pairs = zip(boxes, starts, strict=True)
-    return boxed_as(structure.unflatten([_less(*pair) for pair in pairs]), tree)
+    pairs, left = zip(boxes, structure.flatten_up_to(tree), strict=True), iter(starts)
+    return structure.unflatten(
+        [_in_box(box, x, [next(left) for _ in jax.tree.leaves(x)]) for box, x in pairs]
+    )
 
 
-def _less(box: Any, start: Start) -> Any:
-    """The box without the axes that a state array lacks which starts so."""
-    if not is_box(box):
-        return box
-    shape = _content(box).shape
+def _in_box(box: Any, array: Any, starts: Sequence[Start]) -> Any:
+    """A state array that starts so, in a box without the axes that it lacks."""
+    if not (is_box(box) and starts):  # or a parameter of another label
+        return array
+    shape = getattr(_content(box), "shape", None)
+    if shape is None:  # a tree in a box
+        return boxed_as(box, array)
+    (start,) = starts
     # Other sizes tell the axes apart; the longest is the longest still.
     apart = tuple(n * len(shape) + i for i, n in enumerate(shape))
     real, sizes = (
@@ -75,16 +175,9 @@ def _less(box: Any, start: Start) -> Any:
     left = [apart.index(n) for n in sizes if n in apart]
     if real != tuple(shape[axis] for axis in left):
         left = []  # a placeholder
-    return with_axes(box, left)
-
-
-def with_axes(box: Any, left: Sequence[int]) -> Any:
-    """The box, which names the axes that are ``left`` alone."""
-    names = getattr(box, "names", ())
-    for axis in reversed(range(len(names))):
-        if axis not in left:
-            box = box.remove_axis(axis, {"partition_name": names[axis]})
-    return box
+    if left == [*range(len(shape))]:
+        return boxed_as(box, array)
+    return with_axes(box, left, array)
 
 
 def within_boxes(*like: int) -> Callable[[F], F]:

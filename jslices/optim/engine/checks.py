@@ -15,7 +15,11 @@ from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices
 from jslices._typing import Leaf, State
 from jslices.optim.engine import protocol
+from jslices.optim.engine.boxes import is_box
 from jslices.optim.engine.clock import OLD_CLOCK
+
+#: The state of an ``nnx.Optimizer``, out of its Variables.
+PURE = "nnx.as_pure(optimizer.opt_state)"
 
 #: The names of state arrays, and their shapes.
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -41,6 +45,8 @@ def check_fields(caller: str, state: State, state_type: type[State]) -> None:
     """Reject a state that lacks these fields; that of Optax, which has them, passes."""
     if not all(hasattr(state, name) for name in state_type._fields):
         raise TypeError(other_state(caller, state, _shown(state_type)))
+    if any(map(is_box, state)):
+        raise TypeError(f"{caller} wants its state as arrays, got Variables; pass {PURE}")
 
 
 def checked_gradient(
@@ -137,6 +143,8 @@ def other_state(caller: str, state: State, expected: str) -> str:
     help = (
         "; jslices.checkpoint.import_state makes it from another optimizer's arrays"
         if isinstance(state, tuple)
+        else f"; of an nnx.Optimizer that is {PURE}"
+        if type(state).__module__.startswith("flax.nnx.")
         else ": tx.apply(grads, state, params), tx.flush(params, state)"
     )
     return (

@@ -22,6 +22,7 @@ from jslices._slices import check_slices, is_slices, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
 from jslices.optim.engine import protocol
 from jslices.optim.engine.arguments import PositiveCount
+from jslices.optim.engine.boxes import unboxed
 from jslices.optim.engine.checks import check_fields
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.numbers import next_count, zero_count
@@ -171,10 +172,13 @@ class _Buffers:
         check_fields("multi_steps", state, MultiStepsState)
         leaves, structure = flatten(grads, is_leaf=base.is_leaf_or_masked)
         if structure != self.structure:
+            bare = flatten(unboxed(grads), is_leaf=base.is_leaf_or_masked)[1]
+            help = "make it with a gradient like these"
+            if bare == self.structure:
+                help = "pass it gradients of nnx.as_pure(params)"
             raise ValueError(
                 f"multi_steps was made for gradients {shapes_of(self.examples)} in "
-                f"{self.structure}, got {shapes_of(leaves)} in {structure}; make it with a "
-                "gradient like these"
+                f"{self.structure}, got {shapes_of(leaves)} in {structure}; {help}"
             )
         n, old, new = state.mini_step, structure.flatten_up_to(state.acc_grads), []
         for path, x, example, buffer in zip(
