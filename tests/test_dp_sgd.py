@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close, fast_jit
 
 import jslices as js
-from jslices.extend import steps_done
+from jslices.extend import RowClock
 
 KEY = jax.random.key(7)
 V, N = 9, 4000  # each of N columns is a run by itself
@@ -153,7 +153,8 @@ def test_flush_leaves_no_row_behind():
     params, state = tx.apply(grads, state, params)
     params, state = tx.flush(params, state)
     last = jax.tree.leaves(state.clock.last)
-    done = map(steps_done, last, state.clock.whole, [state.count] * len(last))
+    pairs = zip(last, state.clock.whole, strict=True)
+    done = [RowClock.of(x, whole, state.count).step for x, whole in pairs]
     assert all((x == 1).all() for x in done)
     assert all((x != 0).mean() > 0.999 for x in jax.tree.leaves(params))
     again, _ = tx.flush(params, state)
