@@ -36,7 +36,8 @@ def picture(axes, ink):
         part.set_xticks(range(len(lines)), labels)
         part.set_xlim(-0.5, len(lines) - 0.5)
         part.set_ylim(0, 1.4 * part.get_ylim()[1])
-    kernels.legend(frameon=False, labelcolor=ink.text, loc="upper right")
+    beside = dict(ncols=3, loc="upper center", handlelength=1, columnspacing=1)
+    kernels.legend(frameon=False, labelcolor=ink.text, **beside)
 
 
 def main():
