@@ -35,11 +35,16 @@ COLUMNS = {
 }
 
 
-def line(device, optimizer, dim, rows, ids):
-    """The cells of a line."""
+def costs_of(device, optimizer, dim, rows, ids):
+    """What a step costs with row gradients, and with dense ones."""
     name, _, exact = optimizer.partition(" ")
     sizes = Sizes(rows, dim, ids, name, untouched=exact or "lazy")
-    costs = {key: cost_of(side(target(device))) for key, side in sides(sizes).items()}
+    return {key: cost_of(side(target(device))) for key, side in sides(sizes).items()}
+
+
+def line(device, optimizer, dim, rows, ids):
+    """The cells of a line."""
+    costs = costs_of(device, optimizer, dim, rows, ids)
     cells = [f"{shown(costs[ROWS])} / {shown(costs[DENSE])}" for shown in COLUMNS.values()]
     ratio = costs[DENSE].accessed_bytes / costs[ROWS].accessed_bytes
     return [device, optimizer, str(dim), f"{ratio:.1f}", *cells]

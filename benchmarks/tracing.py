@@ -73,19 +73,14 @@ def row_step(schedule, untouched):
     return tx, js.train_step(loss, tx)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--schedule", action="store_true", help="of the learning rate")
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    params = init(args.tables, args.layers, 64, 50_000)
+def measure(tables, layers, schedule, repeats):
+    """``{kind: (seconds to trace and lower, seconds to compile)}``, medians."""
+    params = init(tables, layers, 64, 50_000)
     labels = jnp.zeros((8, 32), jnp.int32)
     # Of their own for each table: with the same ids XLA would sort, or add, only once.
-    ids = [labels] * args.tables
+    ids = [labels] * tables
     rate = 1e-3
-    if args.schedule:
+    if schedule:
         rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
     kinds = {
         "JAX + Optax": dense_step(rate),
@@ -93,7 +88,7 @@ def main():
         "exact": row_step(rate, "exact"),
     }
     traced, compiled = {k: [] for k in kinds}, {k: [] for k in kinds}
-    for number in range(args.repeats + 1):
+    for number in range(repeats + 1):
         for kind, (tx, step) in kinds.items():
             jax.clear_caches()
             state = tx.init(params)
@@ -104,11 +99,22 @@ def main():
             if number:
                 traced[kind].append(middle - start)
                 compiled[kind].append(time.process_time() - middle)
+    median = statistics.median
+    return {kind: (median(traced[kind]), median(compiled[kind])) for kind in kinds}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--schedule", action="store_true", help="of the learning rate")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    seconds = measure(args.tables, args.layers, args.schedule, args.repeats)
     print(f"{args.tables} tables, {args.layers} layers, jax {jax.__version__}")
     print(f"{'':>12} {'trace and lower s':>18} {'compile s':>10} {'together s':>11} ratio")
     first = None
-    for kind in kinds:
-        trace, build = statistics.median(traced[kind]), statistics.median(compiled[kind])
+    for kind, (trace, build) in seconds.items():
         first = first or trace + build
         ratio = (trace + build) / first
         print(

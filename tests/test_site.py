@@ -176,7 +176,7 @@ def test_pictures_and_tables_are_those_of_the_command(tmp_path):
         page.write_text(made.sub(r"\1\2", page.read_text()))
     subprocess.run([sys.executable, tmp_path / "docs" / "figures" / "draw.py"], check=True)
     assert {path.name for path in (tmp_path / "docs" / "figures").glob("*.svg")} == drawn
-    assert len(drawn) == 10
+    assert len(drawn) == 12
     for name, page in pages.items():
         assert page.read_text() == (DOCS / name).read_text()
     used = {

@@ -2,10 +2,11 @@
 
 import exchange
 import gradient
+import history
 import keyed
 import speed
 import step
 
 if __name__ == "__main__":
-    for module in (gradient, step, exchange, speed, keyed):
+    for module in (gradient, step, exchange, speed, history, keyed):
         module.main()
