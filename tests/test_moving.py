@@ -857,6 +857,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     TO_TORCH_HERE,
     TO_TORCH_THERE,
     ORBAX,
+    ORBAX_PLACED,
     OPTAX_TREE,
     AVERAGES,
 ) = BLOCKS
@@ -894,7 +895,7 @@ def test_the_page_runs_as_pasted_without_the_other_libraries(tmp_path, monkeypat
     there = {FROM_TORCH_THERE, MANY_TABLES_THERE, FROM_TENSORFLOW_THERE, TO_TORCH_THERE}
     names = {}
     for block in BLOCKS:
-        if block not in {*there, ORBAX}:
+        if block not in {*there, ORBAX, ORBAX_PLACED}:
             exec(block, names)
     assert all("import torch" in x or ".torch" in x or "tensorflow" in x for x in there)
     assert names["rowwise_state"].count == names["dlrm_state"].count == 1000
@@ -944,6 +945,9 @@ def test_the_page_saves_with_orbax(tmp_path):
     batches = batches_of(TORCH["batches"])
     params, state, _ = step(params, tx.init(params), *batches[0])  # rows are behind
     found = run(ORBAX, params=params, state=state, directory=tmp_path)
+    placed = run(ORBAX_PLACED, **found)["restored"]
+    assert all(len(x.devices()) == jax.device_count() for x in jax.tree.leaves(placed))
+    jax.tree.map(np.testing.assert_array_equal, placed, found["tree"])
     assert jax.tree.structure(found["restored"]) == jax.tree.structure(found["tree"])
     jax.tree.map(np.testing.assert_array_equal, found["restored"], found["tree"])
     again, state_again = found["restored"]["params"], found["restored"]["state"]

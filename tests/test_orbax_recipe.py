@@ -57,3 +57,69 @@ def test_shards_come_back_where_they_were(checkpoint_module, tmp_path):
         assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
         np.testing.assert_array_equal(a, b)
     assert restored["state"].clock.last["table"].sharding.is_equivalent_to(rows, 1)
+
+
+def loss(params, ids):
+    return ((params["table"][ids] @ params["w"] - 1) ** 2).mean()
+
+
+IDS = jnp.array([1, 3, 1])
+
+
+def optimizer(kind, params):
+    exact = js.adam(1e-1, untouched="exact")
+    if kind == "exact":
+        return exact
+    return js.optim.multi_steps(exact, 2, jax.eval_shape(js.grad(loss), params, IDS))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["exact", "multi_steps"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_training_goes_on(checkpoint_module, kind, devices, tmp_path):
+    """Before the first step, after one, and in the middle of several micro-batches."""
+    ocp = checkpoint_module
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh(
+        (devices,), ("x",), axis_types=auto, devices=jax.devices()[:devices]
+    )
+    params = {"table": jnp.arange(32.0).reshape(16, 2), "w": jnp.ones(2)}
+    tx = optimizer(kind, params)
+    if devices > 1:
+        place = {"table": jax.P("x"), "w": jax.P()}
+        params = {
+            k: jax.device_put(x, NamedSharding(mesh, place[k])) for k, x in params.items()
+        }
+    step, state = jax.jit(js.train_step(loss, tx)), tx.init(params)
+
+    def placed_shape(x):  # docs/moving.md
+        place = x.sharding if x.committed else NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    shape_of = placed_shape if devices > 1 else ocp.utils.to_shape_dtype_struct
+    with ocp.StandardCheckpointer() as checkpointer:
+        for i in range(4):
+            tree = {"params": params, "state": state}
+            checkpointer.save(tmp_path / str(i), tree)
+            checkpointer.wait_until_finished()
+            params, state, value = step(params, state, (IDS + 5 * i) % 16)
+            shapes = jax.tree.map(shape_of, tree)
+            restored = checkpointer.restore(tmp_path / str(i), shapes)
+            assert jax.tree.structure(restored) == jax.tree.structure(tree)
+            again = step(restored["params"], restored["state"], (IDS + 5 * i) % 16)
+            pairs = zip(*map(jax.tree.leaves, (again, (params, state, value))), strict=True)
+            for a, b in pairs:
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shapes_of_slices_on_a_mesh(checkpoint_module):
+    """By Orbax' function, which sees the bits of row numbers."""
+    split = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+    parts = jnp.ones((8, 2)), jnp.arange(8)
+    values, indices = (jax.device_put(x, split) for x in parts)
+    slices = js.IndexedSlices(values, indices, (16, 2))
+    shapes = jax.tree.map(checkpoint_module.utils.to_shape_dtype_struct, slices)
+    assert (shapes.values.shape, shapes.indices.shape) == ((8, 2), (8,))
+    assert shapes.indices.dtype == np.int32
+    assert shapes.indices.sharding.is_equivalent_to(split, 1)

@@ -14,7 +14,7 @@ from jslices._jax import refuse_other_tree, trace_state
 from jslices._place.boundary import mesh_of
 from jslices._place.placement import Placement
 from jslices._rows.access import rows_numbered
-from jslices._slices.opaque import from_bits, is_sealed, opened, sealed
+from jslices._slices.opaque import from_bits, is_sealed, of_shape, opened, sealed
 from jslices._typing import Aval
 
 
@@ -147,7 +147,9 @@ class Entries:
             row = np.shape(values)[leaf.ndim - 1 :]
             within = shape[len(shape) - len(row) :]
             if leaf.shape[-1] <= 2 and len(row) < len(shape) and row == within:
-                leaf = from_bits(np.asarray(leaf))  # what JAX gives to a callback
+                # What JAX gives to a callback, and Orbax for a shape.
+                is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+                leaf = of_shape(leaf) if is_shape else from_bits(np.asarray(leaf))
         indices: Any = None if is_sealed(leaf) else leaf
         sizes = (getattr(x, "shape", None) for x in (values, leaf))
         # Placeholders have none; Orbax' have None for it.

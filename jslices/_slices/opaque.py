@@ -140,6 +140,16 @@ def from_bits(bits: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
     return wide if dtype is None else wide.astype(dtype)
 
 
+def of_shape(bits: jax.ShapeDtypeStruct) -> Any:
+    """Row numbers of the shape whose bits, ``[..., 1]`` or ``[..., 2]``, have this one."""
+    *shape, words = bits.shape
+    place: Any = bits.sharding
+    if isinstance(place, jax.NamedSharding):
+        place = place.update(spec=jax.P(*place.spec[: len(shape)]))
+    dtype = np.dtype(np.int32 if words == 1 else np.int64)
+    return bits.update(shape=(*shape,), dtype=_KINDS[dtype][1], sharding=place)
+
+
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise TypeError(f"these are {_advice()}")
 
