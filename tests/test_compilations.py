@@ -1,6 +1,7 @@
 """How many programs are compiled outside of ``jax.jit``: few, and each once."""
 
 import contextlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, slow_unless
+from jax import lax
 
 import jslices as js
 
@@ -245,3 +247,25 @@ def test_tables_of_one_size_share_what_is_traced():
         return step.lower(grads, tx.init(params), params).as_text().count("\n")
 
     assert lines(6) - lines(2) < 4 * 0.6 * lines(1)
+
+
+def test_tracing_does_not_depend_on_the_height_of_a_table():
+    """A prefix sum in parallel is made of slices and concatenations of the table."""
+
+    def loss(table, ids):
+        return (lax.associative_scan(jnp.add, table)[ids] ** 2).sum()
+
+    def calls(rows):
+        counted = []
+        sys.setprofile(lambda frame, event, arg: counted.append(event == "call"))
+        try:
+            jax.make_jaxpr(js.grad(loss))(jnp.ones((rows, 2)), jnp.arange(3))
+        finally:
+            sys.setprofile(None)
+        return sum(counted)
+
+    table = jnp.arange(20.0).reshape(10, 2)
+    ids = jnp.array([3, 9, 3])
+    with pytest.warns(js.DensificationWarning, match="needs more than rows"):
+        assert calls(4096) < 3 * calls(512)
+        assert_close(js.grad(loss)(table, ids), jax.grad(loss)(table, ids))

@@ -357,6 +357,7 @@ class Planner(ViewWalk):
     def _plan(
         self, source: Source | None, read: RowRead, by_ids: bool, slotted: bool = True
     ) -> None:
+        packed = read.packed  # once, as a view of many windows has many reads
         for table, has_slot in reads_of(read.view):
             leaf, graded = self._leaves[table.leaf], slotted and has_slot
             aval = leaf.aval
@@ -373,7 +374,7 @@ class Planner(ViewWalk):
                 sharding=leaf.sharding(exchange),
                 source=source,
                 by_ids=by_ids,
-                packed=read.packed,
+                packed=packed,
                 graded=graded,
             )
             self.plan.append(site)

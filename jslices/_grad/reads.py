@@ -85,10 +85,8 @@ class RowRead:
     @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
-        steps: list[Any] = [("holding", 1)]
-        note = lambda table, ids: steps.extend(ids.name)  # noqa: E731
-        Reader(note, note).rows(self.view, RowIds())
-        return max(step[1] for step in steps if step[0] == "holding")
+        steps = (step for read in self.view.reads for step in read.name)
+        return max((step[1] for step in steps if step[0] == "holding"), default=1)
 
     @property
     def is_direct(self) -> bool:
@@ -155,8 +153,7 @@ class Reader:
     """Compute rows of views during one read, each once however often it is used.
 
     Args:
-      take: ``take(table, ids)`` reads the rows of a :class:`TableView`, or notes the read
-        while reads are planned.
+      take: ``take(table, ids)`` reads the rows of a :class:`TableView`.
       plainly: the same without cotangent slots; None if ``take`` is.
     """
 
@@ -195,13 +192,7 @@ def reads_of(view: View) -> list[tuple[TableView, bool]]:
 
     In the order of the reads.
     """
-    reads: list[tuple[TableView, bool]] = []
-    with_slot, without = (
-        lambda table, ids, slotted=slotted: reads.append((table, slotted))
-        for slotted in (True, False)
-    )
-    Reader(with_slot, without).rows(view, RowIds())
-    return reads
+    return [(table, slotted) for table, slotted, _ in view.reads]
 
 
 def tables_read(view: View, slotted: bool = True) -> list[TableView]:

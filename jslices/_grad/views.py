@@ -9,9 +9,10 @@ arrays and row numbers are None, and a read of a view only lists the tables that
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,20 @@ class View:
         """
         raise NotImplementedError
 
+    @functools.cached_property
+    def reads(self) -> tuple["TableRead", ...]:
+        """The reads of tables that a read of its rows takes, each once, in their order."""
+        found: dict[Any, TableRead] = {}
+        for part, ids in self.parts(RowIds()):
+            if ids is None or not isinstance(part, View):
+                continue
+            for table, slotted, name in part.reads:
+                name = (*ids.name, *name)
+                read = TableRead(table, slotted and not isinstance(self, Unslotted), name)
+                # Whatever array a table is by now, its rows are those of the leaf.
+                found.setdefault((table.leaf, read.slotted, name), read)
+        return tuple(found.values())
+
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         """The rows ``[n, *D]`` at ``ids``, from those of ``parts(ids)``."""
         raise NotImplementedError
@@ -82,6 +97,10 @@ class TableView(View):
     array: Any = None
 
     @property
+    def reads(self) -> tuple["TableRead", ...]:  # type: ignore[override]
+        return (TableRead(self, True, ()),)
+
+    @property
     def row_axes(self) -> int:
         """How many axes of the array number the rows."""
         return 1 + self.array.ndim - len(self.shape)
@@ -98,6 +117,14 @@ class TableView(View):
         # On Explicit axes JAX does not merge axes if the second is split.
         merged: jax.Array = drop_sharding(array).reshape(self.shape)
         return merged
+
+
+class TableRead(NamedTuple):
+    """One of the reads of tables that a read of a view takes."""
+
+    table: TableView
+    slotted: bool  # whether it has a cotangent slot
+    name: tuple[Any, ...]  # of its row numbers, as in :class:`RowIds`
 
 
 @dataclasses.dataclass(frozen=True)

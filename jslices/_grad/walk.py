@@ -211,6 +211,10 @@ class ProgramWalk(abc.ABC, Generic[VarValue]):
 # --- with views of tables ---------------------------------------------------------------
 
 
+#: A view takes at most so many reads of tables. A prefix sum of V rows is made of V windows
+#: of the table: as rows it would take V reads, and a second to trace for each 1,000.
+MOST_READS = 256
+
 #: The body of a loop: from what it carries and scans over to what it carries and stacks.
 Turn = Callable[[Values, Values], tuple[Values, Values]]
 
@@ -250,7 +254,7 @@ class ViewWalk(ProgramWalk[Any]):
         whole = functools.partial(self.whole, eqn=eqn)
         if eqn.primitive in RULES:
             views = rowwise(eqn, operands, whole)
-            if views is not None:
+            if views is not None and not any(map(_takes_many_reads, views)):
                 return views
         form = READS.get(eqn.primitive.name)
         read = None if form is None else form(eqn, operands, scope.origins)
@@ -357,6 +361,11 @@ class ViewWalk(ProgramWalk[Any]):
         self, eqn: Equation, function: Callable[[Values], Values], operands: Values
     ) -> Values:
         """``jax.checkpoint(function)(values)`` for the operands that are not views."""
+
+
+def _takes_many_reads(value: Any) -> bool:
+    """True for a view each of whose rows comes from many, such as sums of windows."""
+    return isinstance(value, View) and len(value.reads) > MOST_READS
 
 
 def _with_gradient(eqn: Equation, operands: Values) -> Values:
