@@ -513,6 +513,8 @@ M, WEIGHED = (
 # By name: what is looked up, how, and what the warning advises.
 WARNS = {
     "scanned": (LARGE, lambda t: lax.map(lambda row: jnp.sin(row)[IDS % D], t), "outside"),
+    "mapped": (LARGE, lambda t: lax.map(jnp.sin, t)[IDS], "before this step"),
+    "best": (LARGE, lambda t: lax.top_k(t, 1)[0][IDS], "before this step"),
     "elements": (LARGE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], "t[i * n + j]"),
     "columns": (LARGE, lambda t: t[:, IDS % D], WHOLE),
     "torch_gather": (LARGE, lambda t: jnp.take_along_axis(t, FULL, axis=0), WHOLE),

@@ -4,7 +4,8 @@
 inside a ``while`` loop or a solver, and a product with a weighted one-hot array take few
 elements of an array, but the gradient is dense. The search follows the elements of an array
 through steps that move or scale them, or compare them with numbers of the same array
-(``log_softmax``), and into called programs, until ids pick some.
+(``log_softmax``), and into called programs, until ids pick some; and what was computed from
+one array and constants alone, in any way but products (``jax.lax.map``, ``top_k``).
 """
 
 import operator
@@ -34,6 +35,11 @@ class Held(NamedTuple):
     elements: frozenset[int] = frozenset()  # the leaves whose elements it holds
     made_of: frozenset[int] = frozenset()  # it is computed from these and constants alone
 
+    @property
+    def looked_up(self) -> frozenset[int]:
+        """The leaves that ids look up in it, or in what was made of one as a whole."""
+        return self.elements or (self.made_of if len(self.made_of) == 1 else frozenset())
+
 
 _HOLDS_NOTHING = Held()
 
@@ -62,7 +68,7 @@ class _UnreadSearch(ProgramWalk[Held]):
         self, eqn: Equation, operands: Sequence[Held], scope: Scope
     ) -> Sequence[Held]:
         made_of = Held(made_of=_made_of(eqn, operands, scope.origins))
-        if not any(x.elements for x in operands) or not scope.passes_gradient(eqn):
+        if not any(x.looked_up for x in operands) or not scope.passes_gradient(eqn):
             return [made_of] * len(eqn.outvars)
         outputs = super().equation(eqn, operands, scope)
         return [made_of if x is _HOLDS_NOTHING else x for x in outputs]
@@ -82,7 +88,7 @@ class _UnreadSearch(ProgramWalk[Held]):
         return followed or self._inside(eqn, operands, scope)
 
     def _note(self, eqn: Equation, operands: Sequence[Held]) -> None:
-        for leaf in frozenset().union(*(x.elements for x in operands)):
+        for leaf in frozenset().union(*(x.looked_up for x in operands)):
             self.lookups[leaf].append(self.source(eqn))
 
     def _inside(
@@ -165,7 +171,9 @@ def _follow_elements(
 def _made_of(eqn: Equation, operands: Sequence[Held], origins: Origins) -> frozenset[int]:
     """The leaves that the outputs are computed from, if from these alone."""
     pairs = zip(eqn.invars, operands, strict=True)
-    if not all(x.made_of or not origins.axes(atom) for atom, x in pairs):
+    if not all(
+        x.made_of or not origins.axes(atom) or origins.is_fixed(atom) for atom, x in pairs
+    ):
         return frozenset()
     return frozenset().union(*(x.made_of for x in operands))
 
