@@ -5,7 +5,7 @@
 # Guess: arrays of JAX never change, so device_put copies, and a pipeline may fill the
 #   same buffer with the next batch; or else jnp.asarray shares it as well.
 # Seen (2026-11-28): device_put shares memory that begins at a multiple of 64 bytes
-#   (large arrays of NumPy do by chance), and the array on the device changes with the
+#   (where those of NumPy begin is chance), and the array on the device changes with the
 #   buffer. Otherwise it copies, and so do jnp.asarray and jnp.array.
 #     device_put, aligned to 64 bytes: the first id was 0 and is 7
 #     device_put, 4 bytes further: the first id was 0 and is 0

@@ -4,8 +4,8 @@
 # Versions: jax and jaxlib 0.10.2 on a CPU (x86), Python 3.11.
 # Guess: negatives drawn by jax.random.choice(key, V, p=popularity) come from all V ids,
 #   be they millions, in proportion to p; of equal p about as many are even as odd.
-# Seen (2026-11-28): Of 2^24 ids of equal p no even one is drawn, of 2^25 none of six in
-#   eight. The uniform number behind a draw has 23 random bits in float32, and steps
+# Seen (2026-11-28): Of 2^24 ids of equal p no even one is drawn, of 2^25 again only
+#   half come. The uniform number behind a draw has 23 random bits in float32, and steps
 #   over the rest. Without p, which draws integers, all come.
 #     2^20 ids, draws by id modulo 8: [131444, 131157, 130951, 130767, 130671, 131041, 131315, 131230]
 #     2^24 ids, draws by id modulo 8: [0, 262272, 0, 261363, 0, 261878, 0, 263063]

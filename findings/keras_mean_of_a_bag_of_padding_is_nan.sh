@@ -6,7 +6,9 @@
 #   padding (a user without a history), as PyTorch's EmbeddingBag does.
 # Seen (2026-11-28): The mean divides by the number of ids that are not masked, which is
 #   zero. One empty row in a batch makes the loss NaN, and its gradient the whole model.
-#     ?
+#     ids [1, 2]: 2.0
+#     ids [1, 0]: 1.0
+#     ids [0, 0]: nan
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

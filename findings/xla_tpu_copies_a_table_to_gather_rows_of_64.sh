@@ -8,7 +8,8 @@
 # Seen (2026-11-28): XLA:TPU keeps the table by columns, f32[1000000,64]{0,1}, as rows
 #   of 64 would be padded to 128, and copies all of it to rows for the gather: 512 MB of
 #   temporaries. Rows of 128 are kept by rows and read in place.
-#     ?
+#     rows of 64: layout {0,1}, temporaries of 512.0 MB
+#     rows of 128: layout {1,0}, temporaries of 0.0 MB
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

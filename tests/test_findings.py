@@ -1,4 +1,4 @@
-"""Scripts in ``findings/`` say what they show, of which releases, and pin what they install."""
+"""Scripts in ``findings/`` say what they show, and pin the releases that they install."""
 
 import pathlib
 import re
