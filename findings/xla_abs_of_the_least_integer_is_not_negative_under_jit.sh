@@ -6,7 +6,7 @@
 #   below zero, so that a check `abs(x) >= 0` fails under jit as it does without.
 # Seen (2026-11-28): Without jit the check is False. Under jit XLA knows that abs is
 #   never negative and makes it True, while the number that the same program returns is
-#   negative.
+#   negative. jax 0.12.0.1 says False under jit, too.
 #     int32: abs is -2147483648; abs >= 0 is False, under jit True
 #     int64: abs is -9223372036854775808; abs >= 0 is False, under jit True
 set -euo pipefail
