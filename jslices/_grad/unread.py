@@ -29,19 +29,23 @@ _MOVES = frozenset(
 )
 
 
-class Held(NamedTuple):
-    """What a variable holds of the leaves, by their numbers."""
+class Provenance(NamedTuple):
+    """Which leaves a variable comes from, by their numbers."""
 
     elements: frozenset[int] = frozenset()  # the leaves whose elements it holds
-    made_of: frozenset[int] = frozenset()  # it is computed from these and constants alone
+    depends_on: frozenset[int] = (
+        frozenset()
+    )  # it is computed from these and constants alone
 
     @property
     def looked_up(self) -> frozenset[int]:
         """The leaves that ids look up in it, or in what was made of one as a whole."""
-        return self.elements or (self.made_of if len(self.made_of) == 1 else frozenset())
+        return self.elements or (
+            self.depends_on if len(self.depends_on) == 1 else frozenset()
+        )
 
 
-_HOLDS_NOTHING = Held()
+_UNRELATED = Provenance()
 
 
 def unread_lookups(
@@ -50,52 +54,54 @@ def unread_lookups(
     """Sources of the lookups by ids in these leaves, which are among the first inputs."""
     search = _UnreadSearch(leaves)
     sets = [frozenset({i} & {*leaves}) for i in range(len(program.invars))]
-    search.program(program, [Held(x, x) for x in sets], output_needs_grad)
+    search.program(program, [Provenance(x, x) for x in sets], output_needs_grad)
     return search.lookups
 
 
-class _UnreadSearch(ProgramWalk[Held]):
+class _UnreadSearch(ProgramWalk[Provenance]):
     """Follows the elements of leaves."""
 
     def __init__(self, leaves: Sequence[int]) -> None:
         #: For each leaf the sources of the equations in which ids pick elements of it.
         self.lookups: dict[int, list[Source]] = {leaf: [] for leaf in leaves}
 
-    def constant(self, value: Any) -> Held:
-        return _HOLDS_NOTHING
+    def constant(self, value: Any) -> Provenance:
+        return _UNRELATED
 
     def equation(
-        self, eqn: Equation, operands: Sequence[Held], scope: Scope
-    ) -> Sequence[Held]:
-        made_of = Held(made_of=_made_of(eqn, operands, scope.origins))
+        self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
+    ) -> Sequence[Provenance]:
+        depends_on = Provenance(depends_on=_depends_on(eqn, operands, scope.origins))
         if not any(x.looked_up for x in operands) or not scope.passes_gradient(eqn):
-            return [made_of] * len(eqn.outvars)
+            return [depends_on] * len(eqn.outvars)
         outputs = super().equation(eqn, operands, scope)
-        return [made_of if x is _HOLDS_NOTHING else x for x in outputs]
+        return [depends_on if x is _UNRELATED else x for x in outputs]
 
-    def step(self, eqn: Equation, operands: Sequence[Held], scope: Scope) -> Sequence[Held]:
+    def step(
+        self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
+    ) -> Sequence[Provenance]:
         name, origins = eqn.primitive.name, scope.origins
         if name == "get" and all(map(origins.is_fixed, eqn.invars[1:])):
             return [operands[0]]  # of a mutable array, which may be all of it
         if name in ("gather", "dynamic_slice", "get"):
             if name == "get" or _picks_by_ids(eqn, origins):
                 self._note(eqn, operands[:1])
-            return [_HOLDS_NOTHING]
+            return [_UNRELATED]
         held = [bool(x.elements) for x in operands]
         if name == "dot_general" and picks_rows(eqn, held, origins):
             self._note(eqn, operands)
         followed = _follow_elements(eqn, operands, origins)
         return followed or self._inside(eqn, operands, scope)
 
-    def _note(self, eqn: Equation, operands: Sequence[Held]) -> None:
+    def _note(self, eqn: Equation, operands: Sequence[Provenance]) -> None:
         for leaf in frozenset().union(*(x.looked_up for x in operands)):
             self.lookups[leaf].append(self.source(eqn))
 
     def _inside(
-        self, eqn: Equation, operands: Sequence[Held], scope: Scope
-    ) -> Sequence[Held]:
+        self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
+    ) -> Sequence[Provenance]:
         """The outputs of a loop, a branch or a solver."""
-        outputs: Sequence[Held] = [_HOLDS_NOTHING] * len(eqn.outvars)
+        outputs: Sequence[Provenance] = [_UNRELATED] * len(eqn.outvars)
         if _jax.kind(eqn) in CUSTOM and _jax.is_call_of_ours(eqn):
             return outputs  # a scatter
         for program, inputs, same_outputs in _programs_inside(eqn, operands):
@@ -107,8 +113,8 @@ class _UnreadSearch(ProgramWalk[Held]):
 
 
 def _programs_inside(
-    eqn: Equation, operands: Sequence[Held]
-) -> Iterator[tuple[Program, Sequence[Held], bool]]:
+    eqn: Equation, operands: Sequence[Provenance]
+) -> Iterator[tuple[Program, Sequence[Provenance], bool]]:
     """The sub-programs of any equation whose inputs are known, with the inputs of each.
 
     And True if its outputs are those of the equation.
@@ -145,37 +151,41 @@ def _may_take(program: Program, eqn: Equation) -> bool:
 
 
 def _follow_elements(
-    eqn: Equation, operands: Sequence[Held], origins: Origins
-) -> Sequence[Held] | None:
+    eqn: Equation, operands: Sequence[Provenance], origins: Origins
+) -> Sequence[Provenance] | None:
     """The outputs of a step that moves or scales elements; None for other steps."""
     name, shape = eqn.primitive.name, _jax.shape_of(eqn.outvars[0])
     pairs = list(zip(eqn.invars, operands, strict=True))
-    union = Held(
-        frozenset().union(*(x.elements for x in operands)), _made_of(eqn, operands, origins)
+    union = Provenance(
+        frozenset().union(*(x.elements for x in operands)),
+        _depends_on(eqn, operands, origins),
     )
     if name == "optimization_barrier":
         return operands
-    if name == "select_n" and all(x.made_of for x in operands[1:]):
+    if name == "select_n" and all(x.depends_on for x in operands[1:]):
         return [union]  # a branch for each example
     if is_elementwise(eqn):  # with numbers, or with what is made of the same tables
-        alone = all(x.made_of or not origins.axes(atom) for atom, x in pairs)
+        alone = all(x.depends_on or not origins.axes(atom) for atom, x in pairs)
         full = all(_jax.shape_of(atom) == shape for atom, x in pairs if x.elements)
-        return [union if alone and full else _HOLDS_NOTHING]
+        return [union if alone and full else _UNRELATED]
     if name == "concatenate":
-        return [union if all(x.elements for x in operands) else _HOLDS_NOTHING]
+        return [union if all(x.elements for x in operands) else _UNRELATED]
     if name in _MOVES or (name == "broadcast_in_dim" and _repeats_whole(eqn)):
-        return [Held(operands[0].elements, union.made_of)] * len(eqn.outvars)
+        return [Provenance(operands[0].elements, union.depends_on)] * len(eqn.outvars)
     return None
 
 
-def _made_of(eqn: Equation, operands: Sequence[Held], origins: Origins) -> frozenset[int]:
+def _depends_on(
+    eqn: Equation, operands: Sequence[Provenance], origins: Origins
+) -> frozenset[int]:
     """The leaves that the outputs are computed from, if from these alone."""
     pairs = zip(eqn.invars, operands, strict=True)
     if not all(
-        x.made_of or not origins.axes(atom) or origins.is_fixed(atom) for atom, x in pairs
+        x.depends_on or not origins.axes(atom) or origins.is_fixed(atom)
+        for atom, x in pairs
     ):
         return frozenset()
-    return frozenset().union(*(x.made_of for x in operands))
+    return frozenset().union(*(x.depends_on for x in operands))
 
 
 def _repeats_whole(eqn: Equation) -> bool:
