@@ -6,7 +6,8 @@
 #   in TensorFlow's embedding_lookup_sparse; rows of ones have the mean 1.
 # Seen (2026-11-28): It is (3 a + b) / 2: rows of ones come out as 2. Weights that do
 #   not add up to the number of ids scale the output.
-#     ?
+#     mean of two rows of ones: [1.0, 1.0, 1.0, 1.0]
+#     with weights 3 and 1: [2.0, 2.0, 2.0, 2.0]
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
