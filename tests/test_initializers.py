@@ -308,3 +308,23 @@ def test_get_variable_takes_those_of_jax():
         KEY
     )
     assert variables["w"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        tf.random_normal_initializer(),
+        tf.random_uniform_initializer(-1, 1),
+        tf.truncated_normal_initializer(),
+        tf.glorot_uniform_initializer(),
+        tf.uniform_unit_scaling_initializer(),
+        tf.orthogonal_initializer(),
+    ],
+)
+def test_bfloat16_is_drawn_in_float32(init):
+    """JAX draws 128 different numbers in bfloat16."""
+    drawn = init(KEY, (200, 100), jnp.bfloat16)
+    assert drawn.dtype == jnp.bfloat16
+    wide = np.asarray(init(KEY, (200, 100)))
+    np.testing.assert_allclose(np.asarray(drawn, np.float32), wide, rtol=2**-8)
+    assert np.unique(np.asarray(drawn, np.float32)).size > 1000

@@ -112,9 +112,11 @@ class Initializer:
             )
         return key
 
-    def check_is_float(self, dtype: np.dtype) -> None:
+    def drawn_in(self, dtype: np.dtype) -> np.dtype:
+        """The dtype to draw in; in bfloat16 JAX draws 128 different numbers."""
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"{type(self).__name__} makes floats, got dtype {dtype}")
+        return dtype if dtype.itemsize > 2 else np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +216,8 @@ class _Normal(Initializer):
     standard: ClassVar[Callable[..., jax.Array]]
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        self.check_is_float(dtype)
-        standard = self.standard(self.random_key(key), shape=shape, dtype=dtype)
+        how = {"shape": shape, "dtype": self.drawn_in(dtype)}
+        standard = self.standard(self.random_key(key), **how)
         return (self.mean + self.stddev * standard).astype(dtype)
 
 
@@ -264,10 +266,11 @@ class random_uniform_initializer(Initializer):
                     f"{self.minval} and {self.maxval}; pass maxval"
                 )
             return jax.random.randint(key, shape, int(self.minval), int(self.maxval), dtype)
-        self.check_is_float(dtype)
+        wide = self.drawn_in(dtype)
         low = jnp.asarray(self.minval, dtype)
         high = jnp.asarray(1 if self.maxval is None else self.maxval, dtype)
-        drawn = low + jax.random.uniform(key, shape, dtype) * (high - low)
+        drawn = low + jax.random.uniform(key, shape, wide) * (high - low)
+        drawn = drawn.astype(dtype)
         # Rounding may reach maxval, which is not in the range.
         return jnp.where(drawn == high, jnp.nextafter(high, low), drawn)
 
@@ -300,9 +303,9 @@ class uniform_unit_scaling_initializer(Initializer):
     dtype: DTypeLike = jnp.float32
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        self.check_is_float(dtype)
+        wide = self.drawn_in(dtype)
         bound = self.factor * math.sqrt(3 / max(1, math.prod(shape[:-1])))
-        drawn = jax.random.uniform(self.random_key(key), shape, dtype, -1, 1)
+        drawn = jax.random.uniform(self.random_key(key), shape, wide, -1, 1)
         return (bound * drawn).astype(dtype)
 
 
@@ -348,7 +351,7 @@ class variance_scaling_initializer(Initializer):
             raise ValueError(f"{type(self).__name__}: {'; '.join(problems)}")
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        self.check_is_float(dtype)
+        wide = self.drawn_in(dtype)
         if 0 in shape:
             return jnp.zeros(shape, dtype)
         mode: Any = self.mode
@@ -357,7 +360,7 @@ class variance_scaling_initializer(Initializer):
             mode, matrix = "fan_in", (math.prod(shape), 1)
         distribution = _DISTRIBUTIONS[self.distribution]
         draw = jax.nn.initializers.variance_scaling(self.scale, mode, distribution)
-        return draw(self.random_key(key), matrix, dtype).reshape(shape)
+        return draw(self.random_key(key), matrix, wide).reshape(shape).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,12 +408,13 @@ class orthogonal_initializer(Initializer):
     dtype: DTypeLike = jnp.float32
 
     def make(self, key: Key, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        self.check_is_float(dtype)
+        wide = self.drawn_in(dtype)
         if len(shape) < 2:
             raise ValueError(
                 f"orthogonal_initializer needs two axes or more, got shape {shape}"
             )
-        return jax.nn.initializers.orthogonal(self.gain)(self.random_key(key), shape, dtype)
+        draw = jax.nn.initializers.orthogonal(self.gain)
+        return draw(self.random_key(key), shape, wide).astype(dtype)
 
 
 # --- the short names --------------------------------------------------------------------
