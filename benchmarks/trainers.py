@@ -96,7 +96,7 @@ def kauldron(height, rows):
         rng_streams=kd.train.RngStreams([], seed=0),
         sharding=kd.sharding.ShardingStrategy(),
         init_transform=kd.ckpts.NoopTransform(),
-        aux=kd.train.Auxiliaries(losses=losses),
+        aux=kd.train.Auxiliaries(losses=losses, metrics={}, summaries={}),
     )
     shapes = {"ids": (IDS,), "labels": (IDS, 1)}
     types = {"ids": np.int32, "labels": np.float32}
@@ -166,16 +166,15 @@ def recml_keras(height, rows):
 
 
 def recml_run(create, step):
-    """By its partitioner, which gives shardings and donates the state."""
-    from recml.core.training import partitioning
-
-    partitioner = partitioning.DataParallelPartitioner()
-    first = partitioner.shard_inputs(batches(2, 1)[0])
-    held = [partitioner.partition_init(create)(first)]
-    jitted = partitioner.partition_step(step, training=True)
+    """As ``DataParallelPartitioner`` jits them; itself, it wants ``jax.sharding.use_mesh``."""
+    mesh = jax.make_mesh((jax.device_count(),), ("batch",))
+    place, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("batch"))
+    held = [jax.jit(create, out_shardings=place)(batches(2, 1)[0])]
+    how = {"in_shardings": (split, place), "out_shardings": (place, None)}
+    jitted = jax.jit(step, donate_argnums=1, **how)
 
     def run(*batch):
-        held[0], value = jitted(partitioner.shard_inputs(batch), held[0])
+        held[0], value = jitted(batch, held[0])
         return value
 
     return run
