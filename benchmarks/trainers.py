@@ -4,9 +4,9 @@
     python benchmarks/trainers.py --rows 1e4 tunix penzai
 
 A table of 32 numbers a row and a vector, Adam, 512 ids a step, frequent ones often: each
-trainer with ``optax.adam``, and its block with ``js.adam(..., untouched="exact")``. Prints the
-largest difference of the losses of 20 steps, relative, the milliseconds of a step of each, by
-turns in one run, and their ratio.
+trainer with ``optax.adam``, and its block with ``js.adam(..., untouched="exact")``. Prints
+the largest difference of the losses of 20 steps, relative, the milliseconds of a step of
+each, by turns in one run, and their ratio.
 """
 
 import argparse
