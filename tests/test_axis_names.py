@@ -200,3 +200,53 @@ def test_trees_in_boxes_of_nnx():
     wanted, _ = trained(loss_of(lambda x: x), EXACT, arrays())
     assert_close(new.get_value(), wanted, rtol=1e-6)
     assert state.mu.tag == "both"
+
+
+def penzai_box(x, *names):
+    nx = pytest.importorskip("penzai.pz").nx
+    return nx.wrap(x).tag(*names)
+
+
+def haliax_box(x, *names):
+    hax = pytest.importorskip("haliax", exc_type=ImportError)
+    return hax.named(x, tuple(map(hax.Axis, names, x.shape)))
+
+
+def sizes_of(box):
+    return tuple(axis.size for axis in box.axes)
+
+
+@pytest.mark.interop
+@pytest.mark.filterwarnings("ignore")
+@each_optimizer
+@pytest.mark.parametrize(
+    ["box", "content", "sizes"],
+    [
+        (penzai_box, lambda x: x.data_array, lambda x: (*x.named_axes.values(),)),
+        (haliax_box, lambda x: x.array, sizes_of),
+    ],
+    ids=["penzai", "haliax"],
+)
+def test_named_arrays(box, content, sizes, tx):
+    params = arrays()
+    boxed = {"t": box(params["t"], "rows", "width"), "w": box(params["w"], "width")}
+    kind = type(boxed["t"])
+    new, state = trained(loss_of(content), tx, boxed)
+    wanted, _ = trained(loss_of(lambda x: x), tx, arrays())
+    assert_close({k: content(x) for k, x in new.items()}, wanted, rtol=1e-6)
+    boxes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
+    boxes = [x for x in boxes if isinstance(x, kind)]
+    assert boxes
+    for x in boxes:
+        assert sizes(x) == content(x).shape or content(x).shape == (1,)
+
+
+@pytest.mark.interop
+def test_axes_by_position_in_penzai():
+    nx = pytest.importorskip("penzai.pz").nx
+    table = nx.wrap(jnp.ones((V, D))).tag("rows", "width").untag("rows")
+    table = table.with_positional_prefix()
+    state = js.rowwise_adagrad(0.1).init(table)
+    assert state.sum_of_squares.data_array.shape == (V,)
+    assert dict(state.sum_of_squares.named_axes) == {}
+    state.sum_of_squares.check_valid()

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "models/linen.md": "tests/test_model_pages.py",
     "models/nnx.md": "tests/test_model_pages.py",
     "moving.md": "tests/test_moving.py",
+    "trainers.md": "tests/test_trainers.py",
     "workers.md": "tests/test_accumulator_server.py",
 }
 ALONE = {"speed.md": "keep_memory is for the whole process"}

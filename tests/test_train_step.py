@@ -544,6 +544,34 @@ def test_is_in_place():
     js.testing.assert_in_place(step, *args, donate_argnums=(0, 1))
 
 
+def test_in_a_trainer_that_names_what_it_donates_and_keeps_the_state_first():
+    """And returns logits, as in docs/trainers.md."""
+
+    def loss(params, ids):
+        logits = params["t"][ids] @ params["w"]
+        return (logits**2).mean(), logits
+
+    params = {"t": jnp.ones((300, 4)), "w": jnp.ones((4, 3))}
+    tx, ids = js.adam(0.1, untouched="exact"), jnp.array([1, 3, 1])
+    step = js.train_step(loss, tx, has_aux=True)
+    named = jax.jit(step, donate_argnames=("params", "state"))
+
+    @functools.partial(jax.jit, donate_argnames=("params", "state"))
+    def state_first(state, params, ids):
+        return step(params, state, ids)[1::-1]
+
+    wanted, wanted_state, value, logits = step(params, tx.init(params), ids)
+    wanted, *_ = step(wanted, wanted_state, ids)
+    old, state = params["t"], tx.init(params)
+    params, state, again, same = named(params=params, state=state, ids=ids)
+    assert old.is_deleted() and same.shape == (3, 3)
+    assert_close([again, same], [value, logits], rtol=1e-6)
+    state, params = state_first(state, params, ids)
+    assert_close(params, wanted, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"got a state first, wanted step\(params, state"):
+        named(state, params, ids)
+
+
 def test_refuses_ids_that_follow_from_the_table():
     def walk(params, ids):
         following = params["a"][ids, 0].astype(jnp.int32)

@@ -103,24 +103,31 @@ _LATER: dict[tuple[str, str], Callable[[Any, Axes, Any], Any]] = {
 
 def _are_known() -> bool:
     """Whether there are classes of boxes, after a look at what was imported since."""
-    for module, name in [*_LATER]:
+    for (module, name), with_axes_of in [*_LATER.items()]:
         if kind := getattr(sys.modules.get(module), name, None):  # not half imported
-            register_box(kind, _LATER.pop((module, name)))
+            register_box(kind, with_axes_of)
+            _LATER.pop((module, name), None)
     return len(with_axes.registry) > 1
+
+
+_NO_BOX = with_axes.registry[object]
 
 
 def is_box(x: object) -> bool:
     """Whether it is a box: a pytree node with one child, and metadata of each axis."""
-    none = with_axes.registry[object]
-    return _are_known() and with_axes.dispatch(type(x)) is not none
+    return _are_known() and _is_known(x)
+
+
+def _is_known(x: object) -> bool:
+    return with_axes.dispatch(type(x)) is not _NO_BOX
 
 
 def _is_leaf(x: object) -> bool:
-    return is_box(x) or is_slices(x) or x is None
+    return _is_known(x) or is_slices(x) or x is None
 
 
 def _has_boxes(tree: PyTree) -> bool:
-    return _are_known() and any(map(is_box, jax.tree.leaves(tree, is_leaf=_is_leaf)))
+    return _are_known() and any(map(_is_known, jax.tree.leaves(tree, is_leaf=_is_leaf)))
 
 
 def unboxed(tree: PyTree) -> Any:
