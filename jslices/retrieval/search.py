@@ -103,7 +103,7 @@ def ranks(
       ``[0, V)`` comes after all rows that are not left out, and a score of NaN is last.
 
     Raises:
-      As :func:`top_k`.
+      TypeError, InvalidArgumentError: as :func:`top_k`, and for ``items``.
 
     Cost: that of :func:`top_k`, and a lookup of B rows; devices send one number a query.
 
