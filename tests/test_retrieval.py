@@ -187,13 +187,14 @@ def mesh_of(shape, names, kind):
         ((2, 4), ("a", "x"), ("x",), ("a",)),
         ((2, 4), ("a", "x"), (("x", "a"),), ()),
         ((2, 4), ("a", "x"), (), ("a",)),
+        ((2, 4), ("a", "x"), ("x",), (None, "a")),
     ],
     ids=str,
 )
 def test_each_device_searches_its_rows(shape, names, rows, batch, kind):
     mesh = mesh_of(shape, names, kind)
-    table, queries, exclude = case(4_000, (8,))
-    items = np.arange(8, dtype=np.int32)
+    table, queries, exclude = case(4_000, (8, 2))
+    items = np.arange(16, dtype=np.int32).reshape(8, 2)
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
     args = [place(table, rows), *(place(x, batch) for x in (queries, exclude, items))]
     by = {} if kind == "Explicit" or len(names) == 1 else {"axis": rows[0] if rows else ()}
@@ -215,8 +216,10 @@ def test_each_device_searches_its_rows(shape, names, rows, batch, kind):
         else:
             sent = collectives(step, *args)
         assert sent.most < 10_000
-    if kind == "Explicit" and batch:
-        assert jax.typeof(both(*args)[0]).sharding.spec[0] == batch[0]
+    if kind == "Explicit":
+        for found in both(*args):
+            spec = (*batch, *(None,) * found.ndim)[: found.ndim]
+            assert jax.typeof(found).sharding.spec == P(*spec)
 
 
 def test_a_table_of_the_program_and_a_mesh_of_the_context():

@@ -13,8 +13,9 @@ import jslices as js
 from jslices import extend
 from jslices.retrieval.arguments import as_floats
 
-#: By default a block has at most so many rows, and so many scores of all queries.
-MOST_ROWS, MOST_SCORES = 2**20, 2**26
+#: By default a block has so many scores of all queries (16 MiB, which stay near the cache:
+#: on a CPU blocks of 256 MiB take ranks four times as long), and rows within these bounds.
+SCORES, LEAST_ROWS, MOST_ROWS = 2**22, 2**12, 2**20
 Axes = str | Sequence[str] | None
 
 
@@ -26,7 +27,7 @@ def checked(
     block: int | None,
     axis: Axes,
 ) -> tuple[tuple[jax.Array, ...], tuple[int, ...], dict[str, Any]]:
-    """The arrays, queries in one axis; the shape ``*B``; and static arguments."""
+    """The arrays, the shape ``*B``, and static arguments."""
     table = as_floats(table, caller, "table")
     queries = as_floats(queries, caller, "queries")
     if table.ndim != 2 or not len(table) or queries.shape[-1:] != table.shape[1:]:
@@ -45,11 +46,10 @@ def checked(
         )
     count = math.prod(shape)
     if block is None:
-        block = min(MOST_ROWS, max(1024, MOST_SCORES // max(1, count)))
+        block = min(MOST_ROWS, max(LEAST_ROWS, SCORES // max(1, count)))
     extend.Number(at_least=1, integer=True).check(caller, "block", block)
     how = {"block": int(block), "place": _place(table, axis, caller)}
-    flat = (x.reshape(count, x.shape[-1]) for x in (queries, seen))
-    return (table, *flat), shape, how
+    return (table, queries, seen), shape, how
 
 
 class Place(NamedTuple):
@@ -144,9 +144,11 @@ def fold_blocks(
     return lax.fori_loop(0, -(-len(table) // width), one, result)
 
 
-def prepared(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Constants for differentiation; queries wide, and ids in ``[0, V]``."""
-    table, queries, *ids = map(lax.stop_gradient, arrays)
-    wide = (extend.sum_dtype(x.dtype) for x in (table, queries))
-    queries = queries.astype(jnp.promote_types(*wide))
-    return table, queries, *(extend.settle(x, len(table), "fill") for x in ids)
+def prepared(table: jax.Array, queries: jax.Array, *ids: jax.Array) -> list[jax.Array]:
+    """Constants for differentiation; wide queries, ids in ``[0, V]``, ``*B`` one axis."""
+    count = math.prod(queries.shape[:-1])
+    wide = jnp.promote_types(*(extend.sum_dtype(x.dtype) for x in (table, queries)))
+    settled = (extend.settle(x, len(table), "fill") for x in ids)
+    rows = [queries.astype(wide), *settled]
+    flat = [x.reshape(count, x.shape[-1]) for x in rows]
+    return [lax.stop_gradient(x) for x in (table, *flat)]

@@ -39,8 +39,8 @@ def top_k(
       k: how many; more than there are rows is allowed.
       exclude: integers ``[*B, E]``, for each query the rows to leave out, as those that a
         user has seen. Ids outside ``[0, V)`` are padding; duplicates count once.
-      block: rows at a time; by default as many as have 2^26 scores with all queries, at
-        least 1024 and at most 2^20.
+      block: rows at a time; by default as many as have 2^22 scores with all queries, at
+        least 2^12 and at most 2^20.
       axis: of the mesh, that along which rows are split, or several; ``()`` for none. To
         be named only under ``jax.jit`` on several Auto axes, where no type tells it.
 
@@ -52,7 +52,8 @@ def top_k(
       for scores with row gradients look the ids up, ``js.embedding_lookup(table, ids)``.
 
     On a mesh each device searches its own rows, then the best of all are compared: k scores
-    and ids of each device are sent, no rows. Queries are divided over the other axes.
+    and ids of each device are sent, no rows. Queries are divided over the other axes, and
+    rows are to be whole: of a table that is split by columns as well, they are gathered.
 
     Raises:
       TypeError: if table or queries are not floats, or ``exclude`` not integers.
@@ -74,9 +75,8 @@ def top_k(
     fetching more. ``jax.lax.top_k(queries @ table.T, k)`` holds all V scores.
     """
     extend.Number(at_least=1, integer=True).check("top_k", "k", k)
-    arrays, shape, how = checked("top_k", table, queries, exclude, block, axis)
-    scores, ids = _top_k(*arrays, k=int(k), **how)
-    return scores.reshape(*shape, k), ids.reshape(*shape, k)
+    arrays, _, how = checked("top_k", table, queries, exclude, block, axis)
+    return _top_k(*arrays, k=int(k), **how)
 
 
 def ranks(
@@ -122,7 +122,7 @@ def ranks(
         raise js.InvalidArgumentError(
             f"ranks wants items {list(shape)}, one for each query, got {list(wanted.shape)}"
         )
-    return _ranks(*arrays, wanted.reshape(-1), **how).reshape(shape)
+    return _ranks(*arrays, wanted[..., None], **how)
 
 
 @extend.on_any_mesh(lambda table, queries, *ids: by_query(queries))
@@ -155,15 +155,19 @@ def _top_k(
         return result
 
     scores, ids = on_each_device(search, place, table, queries, seen)
-    return scores, jnp.where(scores == -jnp.inf, -1, ids)
+    ids = jnp.where(scores == -jnp.inf, -1, ids)
+    shape = *arrays[1].shape[:-1], k
+    return scores.reshape(shape), ids.reshape(shape)
 
 
 @extend.on_any_mesh(lambda table, queries, *ids: by_query(queries))
 @functools.partial(jax.jit, static_argnames=("block", "place"))
 def _ranks(*arrays: jax.Array, block: int, place: Place | None) -> jax.Array:
     table, queries, seen, items = prepared(*arrays)
-    own = jnp.sum(js.embedding_lookup(table, items).astype(queries.dtype) * queries, -1)
-    left_out = jnp.concatenate([items[:, None], seen], 1)
+    own = jnp.sum(
+        js.embedding_lookup(table, items[:, 0]).astype(queries.dtype) * queries, -1
+    )
+    left_out = jnp.concatenate([items, seen], 1)
 
     def search(table: Any, queries: Any, left_out: Any, own: Any, first: Any) -> Any:
         def fold(result: jax.Array, scores: jax.Array, _: jax.Array) -> jax.Array:
@@ -176,4 +180,5 @@ def _ranks(*arrays: jax.Array, block: int, place: Place | None) -> jax.Array:
         result = fold_blocks(fold, result, table, queries, left_out - first, block)
         return lax.psum(result, place.rows) if place and place.rows else result
 
-    return 1 + on_each_device(search, place, table, queries, left_out, own)
+    better = on_each_device(search, place, table, queries, left_out, own)
+    return 1 + better.reshape(arrays[1].shape[:-1])
