@@ -47,6 +47,11 @@ from jslices._place.boundary import on_any_mesh as on_any_mesh
 # A PerformanceHint at the user's line, once about each thing.
 from jslices._place.hints import hint_once as hint_once
 
+# Where the rows of an array are, and a function of each device's.
+from jslices._place.placement import Placement as Placement
+from jslices._place.placement import on_each_device as on_each_device
+from jslices._place.placement import placement_at_hand as placement_at_hand
+
 # What an index out of range means, and in which dtype: for tables and sums of their own.
 from jslices._rows.access import canonical_indices as canonical_indices
 from jslices._rows.access import empty_index as empty_index

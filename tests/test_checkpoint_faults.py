@@ -525,9 +525,7 @@ def test_something_else_altogether(tmp_path, start, kind):
 
 def test_an_index_of_tensorflow_and_a_damaged_file(tmp_path):
     (tmp_path / "m").write_bytes(b"keys" * 99 + bytes.fromhex("57fb808b247547db"))
-    with pytest.raises(
-        DataLossError, match=r"m is no.*tf.train.load_checkpoint"
-    ):
+    with pytest.raises(DataLossError, match=r"m is no.*tf.train.load_checkpoint"):
         js.Saver().restore(tmp_path / "m")
     (tmp_path / "m").write_bytes(b"{\0\0\0\0\0\0\0{" + b" " * 99)  # 123 bytes of header
     with pytest.raises(DataLossError, match="m is damaged"):
@@ -540,9 +538,7 @@ def test_a_part_of_each_tensor_is_no_checkpoint(tmp_path):
     tensors = {"w": np.ones((3, 2), np.float32)}
     path = tmp_path / "shard-00002-model-00001-of-00001.safetensors"
     save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": offsets})
-    with pytest.raises(
-        DataLossError, match=r"one of the parts.*consolidate_safetensors"
-    ):
+    with pytest.raises(DataLossError, match=r"one of the parts.*consolidate_safetensors"):
         js.Saver().restore(path)
 
 

@@ -374,10 +374,6 @@ def test_dtypes_and_modules():
     assert tf.initializers.zeros is tf.zeros_initializer
     assert tf.global_variables is tf.all_variables
     assert tf.random.log_uniform_candidate_sampler is tf.nn.log_uniform_candidate_sampler
-    by_counts = tf.random.fixed_unigram_candidate_sampler
-    drawn = by_counts([[1]], 1, 2, True, 3, "", 0.5, 1, unigrams=[4.0, 1.0], seed=0)
-    assert by_counts is tf.nn.fixed_unigram_candidate_sampler
-    assert sorted(drawn[0].tolist()) == [1, 2]
     assert (
         issubclass(tf.train.Saver, js.Saver) and tf.errors.DataLossError is js.DataLossError
     )

@@ -150,7 +150,7 @@ REFUSED = {
         lambda: tf.train.AdamOptimizer(1e-3), AttributeError, r"jslices\.adam\(rate",
     ),
     "sampler": (
-        lambda: tf.nn.learned_unigram_candidate_sampler, AttributeError, "sampled_values=",
+        lambda: tf.nn.fixed_unigram_candidate_sampler, AttributeError, "sampled_values=",
     ),
     "init without a key": (
         lambda: tf.transform(lambda ids: ids).init(jnp.array([3, 9])), TypeError,

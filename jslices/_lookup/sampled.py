@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._arguments import Number
 from jslices._lookup.embedding import as_tables, embedding_lookup
 from jslices._place.boundary import by_first_axis, on_any_mesh
 from jslices._rows.access import INT32_MAX
@@ -298,19 +296,13 @@ def log_uniform_candidate_sampler(
     """
     caller = "log_uniform_candidate_sampler"
     _check_numbers(caller, num_sampled, range_max, unique)
-    tries: Any = num_sampled
-    if unique:
-        sampled, tries = _draw_unique(key, num_sampled, range_max)
-    else:
-        sampled = _draw(key, num_sampled, range_max)
 
-    def expected(classes: jax.Array) -> jax.Array:
+    def chance(classes: jax.Array) -> jax.Array:
         classes = classes.astype(jnp.float32)
-        chance = jnp.log1p(1 / (classes + 1)) / math.log(range_max + 1)
-        return _expected(chance, tries, unique)
+        return jnp.log1p(1 / (classes + 1)) / math.log(range_max + 1)
 
     classes = as_ids(true_classes, caller, "true_classes")
-    return Candidates(sampled, expected(classes), expected(sampled))
+    return _candidates(classes, chance, unique, key, num_sampled, range_max)
 
 
 def fixed_unigram_candidate_sampler(
@@ -319,49 +311,32 @@ def fixed_unigram_candidate_sampler(
     range_max: int,
     *,
     key: jax.Array,
-    unigrams: ArrayLike | Sequence[float] = (),
+    unigrams: ArrayLike | Sequence[float],
     unique: bool = True,
     distortion: float | jax.Array = 1.0,
     num_reserved_ids: int = 0,
     num_shards: int = 1,
     shard: int = 0,
-    vocab_file: str = "",
 ) -> Candidates:
     """Classes drawn by their counts: ``P(k) = counts[k] ** distortion / (sum of these)``.
 
+    Other arguments, the result and errors are those of
+    :func:`log_uniform_candidate_sampler`. A true class ``[*B]`` outside ``[0, N)`` is
+    expected 0 times.
+
     Args:
-      true_classes: ``[*B]`` integers, classes whose expected counts are returned as well.
-        One outside ``[0, N)`` is never drawn: 0.
-      num_sampled: S, how many to draw.
-      range_max: N, the number of classes; at most 2^31 - 1.
-      key: a ``jax.random`` key; the same key and counts draw the same classes.
-      unigrams: ``[N - num_reserved_ids]`` numbers, the count of each class after the
-        reserved ones. Under ``jax.jit`` they may be an argument, as ``distortion`` may:
-        other counts, of the batches so far for example, compile nothing.
-      unique: whether to draw until S different classes are found, each kept once.
+      unigrams: ``[N n - R]`` numbers, the count of each class but the reserved ones. Under
+        ``jax.jit`` an argument, as ``distortion`` may be: other counts compile nothing.
       distortion: 1 draws by the counts, 0 draws all alike, 0.75 is that of word2vec.
       num_reserved_ids: R, how many of the first classes have no count and are not drawn.
-      num_shards: of n shards each draws from its own classes, ``shard``, ``shard + n``, ...
-        ``unigrams`` are those of all; N is the number of the shard's classes, and k
-        means the class ``k n + shard``, here and in the result.
-      shard: the number of the shard.
-      vocab_file: refused; read the counts from it.
-
-    Returns:
-      :class:`Candidates`: ``sampled_candidates`` ``[S]`` int32 in ``[0, N)``,
-      ``true_expected_count`` ``[*B]`` and ``sampled_expected_count`` ``[S]``, float32. The
-      expected count of class k is ``S P(k)``, or, drawing T times until S are unique,
-      ``1 - (1 - P(k))^T``. All are constants for differentiation. If traced counts have
-      fewer than S classes above 0 to be unique, or none, N stands in the places left, whose
-      rows :func:`embedding_lookup` reads as NaN. Negative traced counts are 0.
+      num_shards, shard: of n shards one draws; its class k is ``k n + shard`` of all.
 
     Raises:
-      TypeError: if ``true_classes`` are not integers.
-      ValueError: if numbers do not fit, a count is negative, or fewer classes have one
-        than are to be unique.
+      ValueError: also if a count is negative, or too few are above 0 to draw so many. Of
+        traced counts negative ones are 0, and N, whose row reads NaN, fills the places.
 
-    Cost: O(N) to sum the counts, in 12 N bytes, and O(S log N) for each round of S draws;
-    many rounds only if few classes have most of the counts, or S is near N.
+    Cost: O(N) to sum counts, in float64, and O(S log N), for each round of S draws; many
+    rounds only if few classes have most of the counts, or S is near N.
 
     Example:
       >>> import jax, jslices as js
@@ -370,44 +345,36 @@ def fixed_unigram_candidate_sampler(
       >>> sorted(drawn.sampled_candidates.tolist())
       [1, 3]
 
-    Source: ``tf.random.fixed_unigram_candidate_sampler``, whose draws come from a global
-    generator, which raises for true classes out of range, and which says ``S P(k)`` of
-    unique classes too if the first S draws were different. A class is drawn as often as
-    its count says to about 1 part in 10^6, however rare it is.
+    Source: ``tf.random.fixed_unigram_candidate_sampler``, which raises for true classes out
+    of range, and counts ``S P(k)`` of unique classes too if no draw came twice.
     """
     caller = "fixed_unigram_candidate_sampler"
-    if vocab_file:
-        raise ValueError(
-            f"{caller} reads no file, got vocab_file={vocab_file!r}; type unigrams="
-            "[float(line.split(',')[-1]) for line in open(vocab_file)]"
-        )
     _check_numbers(caller, num_sampled, range_max, unique)
-    if not (num_shards >= 1 and 0 <= shard < num_shards and num_reserved_ids >= 0):
-        raise ValueError(
-            f"{caller} got num_reserved_ids={num_reserved_ids}, num_shards={num_shards}, "
-            f"shard={shard}; wanted at least 0, at least 1, and one of range(num_shards)"
-        )
-    Number().check(caller, "distortion", distortion)
     counts: Any = jnp.asarray(unigrams, jnp.float32)  # of 64 bits none wraps around
-    found = len(range(shard, num_reserved_ids + counts.size, num_shards))
-    if counts.ndim != 1 or not counts.size or found != range_max:
+    own = range(shard, num_reserved_ids + counts.size, max(1, num_shards))
+    if counts.ndim != 1 or len(own) != range_max or not 0 <= shard < num_shards:
         raise ValueError(
-            f"{caller} wants unigrams of the classes after the first num_reserved_ids="
-            f"{num_reserved_ids}, [{range_max * num_shards - num_reserved_ids}] for "
-            f"range_max={range_max} and num_shards={num_shards}, got {list(counts.shape)}"
+            f"{caller} wants unigrams [range_max * num_shards - num_reserved_ids], got "
+            f"{list(counts.shape)} for {range_max=}, {num_shards=}, {num_reserved_ids=}, "
+            f"{shard=}"
         )
-    if not isinstance(counts, jax.core.Tracer) and counts.is_fully_addressable:
-        _check_unigrams(caller, np.asarray(counts), num_sampled if unique else 1)
-    shares, sampled, tries = _draw_by_counts(
-        key, counts, distortion, num_sampled, unique, (num_reserved_ids, num_shards, shard)
-    )
+    weights = jax.lax.stop_gradient(jnp.maximum(counts, 0) ** distortion)
+    weights = jnp.pad(weights, (num_reserved_ids, 0))[shard::num_shards]
+    if not isinstance(weights, jax.core.Tracer) and weights.is_fully_addressable:
+        above, below = (weights > 0).sum(), (counts < 0).sum()
+        if below or above < (num_sampled if unique else 1):
+            raise ValueError(
+                f"{caller} is to draw {num_sampled} classes, unique={unique}, and of the "
+                f"counts {above} are above 0, {below} below; type unigrams.clip(1)"
+            )
+    shares = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
 
-    def expected(classes: jax.Array) -> jax.Array:
+    def chance(classes: jax.Array) -> jax.Array:
         rows = settle(classes, range_max, "fill")
-        return _expected(shares.at[rows].get(mode="fill", fill_value=0), tries, unique)
+        return shares.at[rows].get(mode="fill", fill_value=0)
 
     classes = as_ids(true_classes, caller, "true_classes")
-    return Candidates(sampled, expected(classes), expected(sampled))
+    return _candidates(classes, chance, unique, key, num_sampled, range_max, weights)
 
 
 def _check_numbers(caller: str, num_sampled: int, range_max: int, unique: bool) -> None:
@@ -421,31 +388,39 @@ def _check_numbers(caller: str, num_sampled: int, range_max: int, unique: bool) 
         )
 
 
-def _check_unigrams(caller: str, counts: np.ndarray, wanted: int) -> None:
-    """Refuses counts that are negative, or above 0 for too few classes."""
-    if not (counts >= 0).all():
-        raise ValueError(f"{caller} got a count of {counts.min()}; type unigrams.clip(0)")
-    possible = int((counts > 0).sum())
-    if possible < wanted:
-        raise ValueError(
-            f"{caller} is to draw {wanted} different classes, and {possible} have a count "
-            "above 0; add to them, unigrams + 1, or pass unique=False"
-        )
+def _candidates(
+    true_classes: jax.Array,
+    chance: Callable[[jax.Array], jax.Array],
+    unique: bool,
+    key: jax.Array,
+    *how: Any,
+) -> Candidates:
+    """Draws; ``how`` are the arguments of ``_draw``, and each class has a ``chance``."""
+    sampled, tries = _draw_unique(key, *how) if unique else (_draw(key, *how), how[0])
 
+    def expected(classes: jax.Array) -> jax.Array:
+        p = chance(classes)
+        return -jnp.expm1(tries * jnp.log1p(-p)) if unique else tries * p
 
-def _expected(chance: jax.Array, tries: Any, unique: bool) -> jax.Array:
-    """How often a class of this chance is expected in a draw of so many tries."""
-    return -jnp.expm1(tries * jnp.log1p(-chance)) if unique else tries * chance
+    return Candidates(sampled, expected(true_classes), expected(sampled))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
-    """``[count]`` int32, log-uniform.
+def _draw(
+    key: jax.Array, count: int, range_max: int, weights: jax.Array | None = None
+) -> jax.Array:
+    """``[count]`` int32, log-uniform, or by weights ``[range_max]``.
 
     ``k + 1`` is log-uniform in ``[1, N + 1)``: all octaves (powers of two) are equally
     likely, and within one the logarithm is uniform. Drawing the two separately keeps all
     bits of the fraction; bits below the precision of a float are drawn uniformly.
     """
+    if weights is not None:
+        high, low = jax.random.bits(key, (2, count), jnp.uint32)
+        with jax.enable_x64(True):  # sums of 32 bits would lose the rare classes of many
+            sums = jnp.cumsum(weights.astype(jnp.float64))
+            share = (high + low.astype(jnp.float64) * 2.0**-32) * 2.0**-32
+            return jnp.searchsorted(sums, share * sums[-1], "right").astype(jnp.int32)
     which, where, low = jax.random.split(key, 3)
     octaves = math.log2(range_max + 1)
     octave = jnp.floor(jax.random.uniform(which, (count,)) * octaves).astype(jnp.int32)
@@ -462,79 +437,13 @@ def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array, jax.Array]:
-    draw = functools.partial(_draw, count=count, range_max=range_max)
-    return _until_unique(key, draw, count, range_max, count)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _draw_by_counts(
-    key: jax.Array,
-    counts: jax.Array,
-    distortion: ArrayLike,
-    count: int,
-    unique: bool,
-    layout: tuple[int, int, int],
-) -> tuple[jax.Array, jax.Array, ArrayLike]:
-    """The share of each class ``[N]``, classes drawn ``[count]``, and after how many tries.
-
-    The running sum of all weights would lose rare classes among many. So they are put in
-    about sqrt(N) rows of as many: a row is drawn, then a class of it. Sums are of integers,
-    in which a class without weight has no room, and any other one has.
-    """
-    reserved, shards, shard = layout
-    weights = jnp.maximum(counts, 0) ** distortion
-    weights = jax.lax.stop_gradient(weights).astype(jnp.float32)
-    weights = jnp.concatenate([jnp.zeros(reserved, jnp.float32), weights])[shard::shards]
-    size = weights.size
-    width = 1 << (math.ceil(math.log2(size)) + 1) // 2
-    height = 1 << math.ceil(math.log2(-(-size // width)))
-    table = jnp.zeros(height * width, jnp.float32).at[:size].set(weights)
-    table = table.reshape(height, width)
-    sums = table.sum(1)
-    rows, places = _running_sums(sums), _running_sums(table)
-
-    def draw(key: jax.Array) -> jax.Array:
-        first, second = jax.random.split(key)
-        row = _find(rows, jnp.zeros((count,), jnp.int32), height, first)
-        found = row * width + _find(places.reshape(-1), row * width, width, second)
-        return jnp.where(rows[-1] > 0, found, size)
-
-    shares = weights / jnp.maximum(sums.sum(), jnp.finfo(jnp.float32).tiny)
-    if not unique:
-        return shares, draw(key), count
-    possible = jnp.minimum(count, jnp.sum(weights > 0, dtype=jnp.int32))
-    return shares, *_until_unique(key, draw, count, size, possible)
-
-
-def _running_sums(weights: jax.Array) -> jax.Array:
-    """Along the last axis, int32, so that each sum of all is about 2^30, or 0."""
-    total = jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    whole = jnp.round(weights / total * 2.0**30).astype(jnp.int32)
-    return jnp.cumsum(jnp.where(weights > 0, jnp.maximum(whole, 1), 0), -1)
-
-
-def _find(sums: jax.Array, start: jax.Array, size: int, key: jax.Array) -> jax.Array:
-    """A place ``[n]`` drawn by the running sums of the ``size`` places from ``start``."""
-    target = jax.random.randint(key, start.shape, 0, sums[start + size - 1])
-    place, step = jnp.zeros_like(start), size // 2
-    while step:
-        place += jnp.where(sums[start + place + step - 1] <= target, step, 0)
-        step //= 2
-    return place
-
-
-def _until_unique(
-    key: jax.Array,
-    draw_all: Callable[[jax.Array], jax.Array],
-    count: int,
-    range_max: int,
-    possible: ArrayLike,
+def _draw_unique(
+    key: jax.Array, count: int, range_max: int, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The first ``possible`` different classes of a sequence of draws, and its length.
-
-    Of ``count`` places those that are left, where no more are possible, hold ``range_max``.
-    """
+    """The first ``count`` different classes of a sequence of draws, and its length."""
+    possible: Any = count
+    if weights is not None:
+        possible = jnp.minimum(count, jnp.sum(weights > 0, dtype=jnp.int32))
 
     def more(state: _Draws) -> jax.Array:
         return state[2] < possible
@@ -542,7 +451,7 @@ def _until_unique(
     def draw(state: _Draws) -> _Draws:
         key, chosen, _, tries = state
         key, now = jax.random.split(key)
-        pool = jnp.concatenate([chosen, draw_all(now)])
+        pool = jnp.concatenate([chosen, _draw(now, count, range_max, weights)])
         ordered, positions = sort_ids(pool)
         fresh = starts_of_runs(ordered)
         first = jnp.zeros_like(fresh).at[positions].set(fresh, unique_indices=True)

@@ -168,73 +168,21 @@ def log_uniform_candidate_sampler(
 
     ``true_classes`` are ``[B, num_true]``, and ``seed`` or ``key`` is needed.
     """
-    caller = "log_uniform_candidate_sampler"
-    classes, chosen = _classes_and_key(caller, true_classes, num_true, key, seed)
-    return js.log_uniform_candidate_sampler(
-        classes, num_sampled, range_max, key=chosen, unique=unique
-    )
-
-
-@operation
-def fixed_unigram_candidate_sampler(
-    true_classes: ArrayLike,
-    num_true: int,
-    num_sampled: int,
-    unique: bool,
-    range_max: int,
-    vocab_file: str = "",
-    distortion: float | jax.Array = 1.0,
-    num_reserved_ids: int = 0,
-    num_shards: int = 1,
-    shard: int = 0,
-    unigrams: ArrayLike | Sequence[float] = (),
-    seed: int | None = None,
-    name: str | None = None,
-    *,
-    key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draw classes by their counts: :func:`jslices.fixed_unigram_candidate_sampler`.
-
-    ``true_classes`` are ``[B, num_true]``, and ``seed`` or ``key`` is needed. No
-    ``vocab_file`` is read.
-    """
-    caller = "fixed_unigram_candidate_sampler"
-    classes, chosen = _classes_and_key(caller, true_classes, num_true, key, seed)
-    return js.fixed_unigram_candidate_sampler(
-        classes,
-        num_sampled,
-        range_max,
-        key=chosen,
-        unigrams=unigrams,
-        unique=unique,
-        distortion=distortion,
-        num_reserved_ids=num_reserved_ids,
-        num_shards=num_shards,
-        shard=shard,
-        vocab_file=vocab_file,
-    )
-
-
-def _classes_and_key(
-    caller: str,
-    true_classes: ArrayLike,
-    num_true: int,
-    key: jax.Array | None,
-    seed: int | None,
-) -> tuple[jax.Array, jax.Array]:
     classes = jnp.asarray(true_classes)
     if classes.ndim != 2 or classes.shape[1] != num_true:
         raise ValueError(
-            f"{caller} wants true_classes [B, num_true={num_true}], got shape "
-            f"{list(classes.shape)}"
+            f"log_uniform_candidate_sampler wants true_classes [B, num_true={num_true}]"
+            f", got shape {list(classes.shape)}"
         )
     chosen = _key(key, seed)
     if chosen is None:
         raise ValueError(
-            f"{caller} draws classes and got no key; pass key=jax.random.key(0), or seed= "
-            "for the same classes in every call"
+            "log_uniform_candidate_sampler draws classes and got no key; pass "
+            "key=jax.random.key(0), or seed= for the same classes in every call"
         )
-    return classes, chosen
+    return js.log_uniform_candidate_sampler(
+        classes, num_sampled, range_max, key=chosen, unique=unique
+    )
 
 
 def _key(key: jax.Array | None, seed: int | None) -> jax.Array | None:

@@ -2,7 +2,6 @@
 
 from jslices.tf1 import _initial_values, nn
 
-fixed_unigram_candidate_sampler = nn.fixed_unigram_candidate_sampler
 log_uniform_candidate_sampler = nn.log_uniform_candidate_sampler
 normal = _initial_values.random_normal
 set_random_seed = set_seed = _initial_values.set_random_seed
