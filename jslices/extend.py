@@ -33,6 +33,9 @@ from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operato
 # Bags of ids in any of the forms that `embedding_lookup_sparse` takes.
 from jslices._lookup.bags import as_bags as as_bags
 
+# Where ids are that of padding.
+from jslices._lookup.embedding import is_padding as is_padding
+
 # Plain `jax.grad` of a table that is marked warns of the dense gradient.
 from jslices._lookup.mark import mark_table as mark_table
 
