@@ -622,13 +622,15 @@ class HostTable(Journaled):
             copy.flush()
         return copy
 
-    def _copy(self, source: storage.Records, copy: storage.Records, rows: Any = None) -> None:
+    def _copy(
+        self, source: storage.Records, copy: storage.Records, rows: Any = None
+    ) -> None:
         """Copy records, or those of some rows; rows that are new begin when it is made."""
         storage.copy_records(source, copy, rows)
-        first, last = len(source.array), len(copy.array)
         if rows is None and self._layout.tx.catches_up and source.shared[0]:
-            for first in range(first, last, block := 1 << 14):
-                numbers = np.arange(first, min(first + block, last))
+            before, now = len(source.array), len(copy.array)
+            for first in range(before, now, block := 1 << 14):
+                numbers = np.arange(first, min(first + block, now))
                 words = self._initial_records(numbers, source.shared[1:])
                 copy.put(copy.array, first, words)
 
