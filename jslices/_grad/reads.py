@@ -85,10 +85,8 @@ class RowRead:
     @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
-        steps: list[Any] = [("holding", 1)]
-        note = lambda table, ids: steps.extend(ids.name)  # noqa: E731
-        Reader(note, note).rows(self.view, RowIds())
-        return max(step[1] for step in steps if step[0] == "holding")
+        steps = (step for _, _, name in self.view.reads for step in name)
+        return max((step[1] for step in steps if step[0] == "holding"), default=1)
 
     @property
     def is_direct(self) -> bool:
@@ -195,13 +193,7 @@ def reads_of(view: View) -> list[tuple[TableView, bool]]:
 
     In the order of the reads.
     """
-    reads: list[tuple[TableView, bool]] = []
-    with_slot, without = (
-        lambda table, ids, slotted=slotted: reads.append((table, slotted))
-        for slotted in (True, False)
-    )
-    Reader(with_slot, without).rows(view, RowIds())
-    return reads
+    return [(table, slotted) for (slotted, *_), table in view.reads.items()]
 
 
 def tables_read(view: View, slotted: bool = True) -> list[TableView]:

@@ -9,6 +9,7 @@ arrays and row numbers are None, and a read of a view only lists the tables that
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -23,6 +24,10 @@ from jslices._rows.access import clipped_indices, per_row, places, take_rows, wi
 
 #: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
+
+
+#: Tables by whether they are read with a cotangent slot, the leaf, the name of row numbers.
+Reads: TypeAlias = "dict[tuple[bool, int, tuple[Any, ...]], TableView]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +74,16 @@ class View:
         """The array itself; ``of(part)`` gives that of a part."""
         raise NotImplementedError
 
+    @functools.cached_property
+    def reads(self) -> Reads:
+        """The tables whose rows a read takes, in the order of the reads."""
+        found: Reads = {}
+        for part, ids in self.parts(RowIds()):
+            if isinstance(part, View) and ids is not None:
+                for (slotted, leaf, name), table in part.reads.items():
+                    found.setdefault((slotted, leaf, (*ids.name, *name)), table)
+        return found
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableView(View):
@@ -80,6 +95,10 @@ class TableView(View):
 
     leaf: int
     array: Any = None
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override]
+        return {(True, self.leaf, ()): self}
 
     @property
     def row_axes(self) -> int:
@@ -366,6 +385,11 @@ class Transposed(Derived):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(Derived):
     """A view without cotangent slots: no gradient is needed."""
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override]
+        inner = self.inner.reads.items()
+        return {(False, leaf, name): table for (_, leaf, name), table in inner}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

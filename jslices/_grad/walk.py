@@ -290,6 +290,11 @@ class ViewWalk(ProgramWalk[Any]):
         turn gets the view of its own part.
         """
         body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
+        scanned = operands[num_consts + num_carried :]
+        if any(isinstance(x, View) and x.lead == 1 for x in scanned):
+            views = rowwise(eqn, operands, functools.partial(self.whole, eqn=eqn))
+            if views is not None:
+                return views
         consts = operands[:num_consts]
         carried = operands[num_consts : num_consts + num_carried]
         unchanged = {
@@ -298,7 +303,7 @@ class ViewWalk(ProgramWalk[Any]):
             if isinstance(value, View) and body.outvars[i] is body.invars[num_consts + i]
         }
         changing = [self.whole(x, eqn) for i, x in enumerate(carried) if i not in unchanged]
-        xs = list(operands[num_consts + num_carried :])
+        xs = list(scanned)
         layers = {i: x for i, x in enumerate(xs) if isinstance(x, Repeated)}
         length = eqn.params["length"]
         count = jnp.arange if _jax.is_symbolic(length) else np.arange
