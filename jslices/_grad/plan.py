@@ -395,6 +395,12 @@ class Planner(ViewWalk):
         self._loops = outer
         return result
 
+    def scan(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
+        for value in operands:  # whose elements the body may pick
+            if isinstance(value, View):
+                _note(self.uses.moves, value, DenseUse("scan", self.source(eqn)))
+        return super().scan(eqn, operands, needs_grad)
+
     def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         with self._inside():
             for branch in branches:
@@ -466,6 +472,7 @@ def _planned(
     looked_up = sites | looked_up
     never = [leaf for leaf in dense if leaf in moves and leaf not in looked_up]
     unread = unread_lookups(program, never, needs_grad) if never else {}
+    dense |= {x: moves[x] for x in unread if unread[x] and moves[x].what == "scan"}
     reads = planner.plan, dense, looked_up, unread, uses.no_grad
     return Planned(program, outputs, leaves, *reads, eager)
 

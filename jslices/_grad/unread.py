@@ -5,7 +5,7 @@ inside a ``while`` loop or a solver, and a product with a weighted one-hot array
 elements of an array, but the gradient is dense. The search follows the elements of an array
 through steps that move or scale them, or compare them with numbers of the same array
 (``log_softmax``), and into called programs, until ids pick some. What any other step makes
-of the array alone, a loop over its rows, is followed while it has as many rows.
+of the array alone, a loop over its rows, is followed while it has its shape.
 """
 
 import operator
@@ -172,10 +172,9 @@ def _follow_elements(
 def _mixed(
     eqn: Equation, operands: Sequence[Held], out: Atom, made_of: frozenset[int]
 ) -> Held:
-    """An output that is computed from leaves alone, and has as many rows as they."""
-    height = _jax.shape_of(out)[:1]
-    pairs = zip(eqn.invars, operands, strict=True)
-    alike = [x.elements for atom, x in pairs if _jax.shape_of(atom)[:1] == height]
+    """An output that is computed from leaves alone, and has the shape of one."""
+    shape, pairs = _jax.shape_of(out), zip(eqn.invars, operands, strict=True)
+    alike = [x.elements for atom, x in pairs if _jax.shape_of(atom) == shape]
     return Held(frozenset().union(*alike), made_of)
 
 
