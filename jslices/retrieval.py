@@ -1,7 +1,4 @@
-"""What a trained table recommends, and the loss of two towers.
-
-Import it by itself: ``from jslices.retrieval import in_batch_softmax_loss, top_k``.
-"""
+"""What a trained table recommends, and the loss of two towers; imported by itself."""
 
 import dataclasses
 import functools
@@ -31,8 +28,8 @@ def top_k(
     Args:
       table: ``[V, D]`` of any floating dtype.
       queries: ``[*B, D]`` of any floating dtype.
-      k: how many; more than there are rows is allowed.
-      exclude: integers ``[*B, E]``, for each query the rows to leave out, as those that a
+      k: how many; it may be more than there are rows.
+      exclude: integers ``[*B, E]``, the rows to leave out for each query, as those that a
         user has seen. Ids outside ``[0, V)`` are padding; duplicates count once.
       block: rows at a time; by default 2^22 scores of all queries, 2^12 to 2^20 rows.
 
@@ -42,9 +39,8 @@ def top_k(
       Where no row is left, or its score is -inf, the id is -1. Both are constants for
       differentiation: look the ids up for row gradients.
 
-    On a mesh each device searches its own rows, and sends k scores and ids. Under
-    ``jax.jit`` on several Auto axes no type tells which rows these are: XLA then gathers
-    every block; call it outside of jit, or on Explicit axes.
+    On a mesh each device searches its own rows, and sends k scores and ids. On several Auto
+    axes, under ``jax.jit``, no type tells which these are, and XLA gathers the rows.
 
     Raises:
       TypeError: if table or queries are not floats, or ``exclude`` not integers.
@@ -62,7 +58,7 @@ def top_k(
 
     Source: ours; ``jax.lax.top_k(queries @ table.T, k)`` holds all V scores.
     """
-    table, queries = _floats("top_k", table=table, queries=queries)
+    table, queries, dtype = _floats("top_k", table=table, queries=queries)
     shape = queries.shape[:-1]
     nothing = jnp.zeros((*shape, 0), jnp.int32)
     seen = extend.as_ids(nothing if exclude is None else exclude, "top_k", "exclude")
@@ -72,8 +68,8 @@ def top_k(
             f"top_k wants a table [V, D], queries [*B, D] and exclude [*B, E], short lists "
             f"padded by -1, got {[list(x.shape) for x in (table, queries, seen)]}"
         )
-    if block is None:
-        block = min(2**20, max(2**12, 2**22 // max(1, math.prod(shape))))
+    of_size = min(2**20, max(2**12, 2**22 // max(1, math.prod(shape))))
+    block = of_size if block is None else block
     for name, value in (("k", k), ("block", block)):
         extend.Number(at_least=1, integer=True).check("top_k", name, value)
     mesh, placement = jax.sharding.get_abstract_mesh(), extend.placement_at_hand(table)
@@ -84,6 +80,7 @@ def top_k(
     elif placement:  # of a constant of a program no type tells the devices
         devices: Any = table.sharding
         placement = dataclasses.replace(placement, mesh=devices.mesh)
+    queries = queries.astype(dtype)
     return _top_k(queries, table, seen, k=int(k), block=int(block), place=placement)
 
 
@@ -102,8 +99,8 @@ def in_batch_softmax_loss(
       queries: ``[B, D]`` of any floating dtype; for a temperature divide them by it.
       items: ``[B, D]``, the row of each query's item.
       item_ids: integers ``[B]``. They are only compared, so any number will do.
-      log_q: floats ``[B]``, the log of the probability that an item is in a batch. Popular
-        items, which are often negatives, are else punished; None corrects nothing.
+      log_q: floats ``[B]``, the log of the probability that an item is in a batch; None
+        corrects nothing, and popular items, which are often negatives, are punished.
 
     Returns:
       ``[B]`` losses, float32 or wider. Gradients of tables that queries and items are
@@ -126,28 +123,26 @@ def in_batch_softmax_loss(
     the losses, and clips the probabilities at 1e-6.
     """
     caller = "in_batch_softmax_loss"
-    queries, items = _floats(caller, queries=queries, items=items)
+    queries, items, dtype = _floats(caller, queries=queries, items=items)
     ids = extend.as_ids(item_ids, caller, "item_ids")
-    bias = jnp.zeros(ids.shape) if log_q is None else jnp.asarray(log_q)
+    bias = jnp.zeros(ids.shape, dtype) if log_q is None else jnp.asarray(log_q, dtype)
     rows_fit = queries.ndim == 2 and queries.shape == items.shape
     if not (rows_fit and ids.shape == bias.shape == queries.shape[:1]):
         raise js.InvalidArgumentError(
             f"{caller} wants queries and items [B, D], item_ids and log_q [B], got "
             f"{[list(x.shape) for x in (queries, items, ids, bias)]}"
         )
-    return _in_batch_loss(queries, items, ids, bias)
+    return _in_batch_loss(queries.astype(dtype), items.astype(dtype), ids, bias)
 
 
-def _floats(caller: str, **arrays: Any) -> list[jax.Array]:
+def _floats(caller: str, **arrays: Any) -> list[Any]:
+    """The arrays, and a dtype of 32 bits or more for sums of both."""
     for name, x in arrays.items():
         arrays[name] = x = jnp.asarray(extend.unboxed(x))
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{caller} wants {name} of floats, got {x.dtype}")
-    return [*arrays.values()]
-
-
-def _wide(*arrays: jax.Array) -> Any:
-    return jnp.promote_types(*(extend.sum_dtype(x.dtype) for x in arrays))
+    wide = (extend.sum_dtype(x.dtype) for x in arrays.values())
+    return [*arrays.values(), jnp.promote_types(*wide)]
 
 
 def _by_query(queries: jax.Array, *rest: Any) -> jax.NamedSharding | None:
@@ -160,8 +155,7 @@ def _by_query(queries: jax.Array, *rest: Any) -> jax.NamedSharding | None:
 def _in_batch_loss(
     queries: jax.Array, items: jax.Array, ids: jax.Array, log_q: jax.Array
 ) -> jax.Array:
-    dtype = _wide(queries, items)
-    logits = queries.astype(dtype) @ items.astype(dtype).T - log_q.astype(dtype)[None]
+    logits = queries @ items.T - log_q[None]
     hits = (ids[:, None] == ids[None]) & ~jnp.eye(len(ids), dtype=bool)
     logits = jnp.where(hits, -jnp.inf, logits)
     return jax.nn.logsumexp(logits, -1) - jnp.diagonal(logits)
@@ -173,10 +167,10 @@ def _top_k(
     *arrays: jax.Array, k: int, block: int, place: extend.Placement | None
 ) -> tuple[jax.Array, jax.Array]:
     queries, table, seen = map(lax.stop_gradient, arrays)
-    shape, dtype = queries.shape[:-1], _wide(queries, table)
+    shape, dtype = queries.shape[:-1], queries.dtype
     count, id_dtype = math.prod(shape), extend.index_dtype(len(table), np.dtype("int32"))
     seen = extend.settle(seen, len(table), "fill").reshape(count, seen.shape[-1])
-    queries = queries.astype(dtype).reshape(count, queries.shape[-1])
+    queries = queries.reshape(count, queries.shape[-1])
 
     def best(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores, places = lax.top_k(scores, k)
@@ -207,13 +201,12 @@ def _top_k(
             result = best(*(gather(x, tiled=True) for x in result))
         return result
 
-    if place is None:
-        scores, ids = search(table, queries, seen, jnp.zeros(1, jnp.int32))
-    else:
+    each, first = search, jnp.zeros(1, jnp.int32)
+    if place:
         copies = math.prod(place.mesh.shape[axis] for axis in place.repeated)
-        split = jax.P(() if len(queries) % copies else place.repeated)
-        specs = place.by_rows, split, split, place.by_rows
+        split = jax.P(() if count % copies else place.repeated)
+        specs, first = (place.by_rows, split, split, place.by_rows), place.numbers()
         each = extend.on_each_device(place, search, specs, split, whole_rows=False)
-        scores, ids = each(table, queries, seen, place.numbers())
+    scores, ids = each(table, queries, seen, first)
     ids = jnp.where(scores == -jnp.inf, -1, ids)
     return scores.reshape(*shape, k), ids.reshape(*shape, k)

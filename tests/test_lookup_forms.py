@@ -530,11 +530,6 @@ WARNS = {
     "mixed_rows": (LARGE, lambda t: jax.nn.softmax(t, axis=0)[IDS], "of each of them"),
     "cumulative": (LARGE, lambda t: jnp.cumsum(t, axis=0)[IDS], "of each of them"),
     "mutable": (LARGE, lambda t: jax.new_ref(t)[IDS], "table[ids]"),
-    "carried": (
-        LARGE,
-        lambda t: lax.scan(lambda c, row: (c + row.sum(), c * row), 1.0, t)[1][IDS],
-        "outside",
-    ),
     "beside_norms": (LARGE, lambda t: jax.nn.log_softmax(t)[IDS, IDS % D], WHOLE),
     **{n: (LARGE, own(backward), "their sum") for n, backward in NOT_LINEAR.items()},
     "weighted": (LARGE, lambda t: (one_hot(IDS, t) * 0.5) @ t, WEIGHED),

@@ -4,8 +4,7 @@
 inside a ``while`` loop or a solver, and a product with a weighted one-hot array take few
 elements of an array, but the gradient is dense. The search follows the elements of an array
 through steps that move or scale them, or compare them with numbers of the same array
-(``log_softmax``), and into called programs, until ids pick some. What any other step makes
-of the array alone, a loop over its rows, is followed while it has its shape.
+(``log_softmax``), and into called programs, until ids pick some.
 """
 
 import operator
@@ -17,7 +16,7 @@ from jslices._grad.origins import Origins
 from jslices._grad.products import picks_rows
 from jslices._grad.rules import is_elementwise
 from jslices._grad.walk import CUSTOM, ProgramWalk, Scope
-from jslices._jax import Atom, Equation, Program, Source
+from jslices._jax import Equation, Program, Source
 from jslices._rows.access import is_below
 
 # These move the elements of their first operand, or those before them come with each.
@@ -80,13 +79,7 @@ class _UnreadSearch(ProgramWalk[Held]):
         if name == "dot_general" and picks_rows(eqn, held, origins):
             self._note(eqn, operands)
         followed = _follow_elements(eqn, operands, origins)
-        if followed:
-            return followed
-        outputs = self._inside(eqn, operands, scope)
-        made_of = _made_of(eqn, operands, origins)
-        if not made_of or any(x is not _HOLDS_NOTHING for x in outputs):
-            return outputs
-        return [_mixed(eqn, operands, out, made_of) for out in eqn.outvars]
+        return followed or self._inside(eqn, operands, scope)
 
     def _note(self, eqn: Equation, operands: Sequence[Held]) -> None:
         for leaf in frozenset().union(*(x.elements for x in operands)):
@@ -167,15 +160,6 @@ def _follow_elements(
     if name in _MOVES or (name == "broadcast_in_dim" and _repeats_whole(eqn)):
         return [Held(operands[0].elements, union.made_of)] * len(eqn.outvars)
     return None
-
-
-def _mixed(
-    eqn: Equation, operands: Sequence[Held], out: Atom, made_of: frozenset[int]
-) -> Held:
-    """An output that is computed from leaves alone, and has the shape of one."""
-    shape, pairs = _jax.shape_of(out), zip(eqn.invars, operands, strict=True)
-    alike = [x.elements for atom, x in pairs if _jax.shape_of(atom) == shape]
-    return Held(frozenset().union(*alike), made_of)
 
 
 def _made_of(eqn: Equation, operands: Sequence[Held], origins: Origins) -> frozenset[int]:

@@ -360,13 +360,13 @@ def fixed_unigram_candidate_sampler(
         )
     weights = jax.lax.stop_gradient(jnp.maximum(counts, 0) ** distortion)
     weights = jnp.pad(weights, (num_reserved_ids, 0))[shard::num_shards]
-    if not isinstance(weights, jax.core.Tracer) and weights.is_fully_addressable:
-        above, below = (weights > 0).sum(), (counts < 0).sum()
-        if below or above < (num_sampled if unique else 1):
-            raise ValueError(
-                f"{caller} is to draw {num_sampled} classes, unique={unique}, and of the "
-                f"counts {above} are above 0, {below} below; type unigrams.clip(1)"
-            )
+    above, below = (weights > 0).sum(), (counts < 0).sum()
+    few = below | (above < (num_sampled if unique else 1))
+    if not isinstance(few, jax.core.Tracer) and few:
+        raise ValueError(
+            f"{caller} is to draw {num_sampled} classes, unique={unique}, and of the "
+            f"counts {above} are above 0, {below} below; type unigrams.clip(1)"
+        )
     shares = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
 
     def chance(classes: jax.Array) -> jax.Array:
