@@ -41,6 +41,9 @@ from jslices._lookup.bags import (
 )
 from jslices._lookup.embedding import embedding_lookup as embedding_lookup
 from jslices._lookup.sampled import (
+    fixed_unigram_candidate_sampler as fixed_unigram_candidate_sampler,
+)
+from jslices._lookup.sampled import (
     log_uniform_candidate_sampler as log_uniform_candidate_sampler,
 )
 from jslices._lookup.sampled import nce_loss as nce_loss

@@ -33,6 +33,9 @@ from jslices._jax import called_by_any_jax_operator as called_by_any_jax_operato
 # Bags of ids in any of the forms that `embedding_lookup_sparse` takes.
 from jslices._lookup.bags import as_bags as as_bags
 
+# Where ids are that of padding.
+from jslices._lookup.embedding import is_padding as is_padding
+
 # Plain `jax.grad` of a table that is marked warns of the dense gradient.
 from jslices._lookup.mark import mark_table as mark_table
 
@@ -46,6 +49,11 @@ from jslices._place.boundary import on_any_mesh as on_any_mesh
 
 # A PerformanceHint at the user's line, once about each thing.
 from jslices._place.hints import hint_once as hint_once
+
+# Where the rows of an array are, and a function of each device's.
+from jslices._place.placement import Placement as Placement
+from jslices._place.placement import on_each_device as on_each_device
+from jslices._place.placement import placement_at_hand as placement_at_hand
 
 # What an index out of range means, and in which dtype: for tables and sums of their own.
 from jslices._rows.access import canonical_indices as canonical_indices

@@ -532,6 +532,35 @@ def test_indices_changed_by_a_foreign_map_are_refused(call):
         call(mapped)
 
 
+@pytest.mark.parametrize("order", ["as it is", "unique", "with an empty entry"])
+def test_a_limit_for_each_row(order):
+    """Those of entries of one row add up: CowClip's, by counts, without counting."""
+    values, indices = np.array([[3, 4], [0.3, 0.4], [6, 8]], "f"), np.array([5, 2, 5])
+    each = np.array([1, 0.25, 1], "f")
+    limits = np.zeros(9, "f")
+    np.add.at(limits, indices, each)
+    if order == "with an empty entry":
+        values, each = np.pad(values, ((0, 1), (0, 0))), np.append(each, np.nan)
+        indices = np.append(indices, 9)
+    rows = js.IndexedSlices(jnp.array(values), jnp.array(indices), (9, 2))
+    dense = rows.to_dense()
+    if order == "unique":
+        rows, each = rows.coalesce(), np.array([0.25, 2, 0], "f")
+    traced = fast_jit(lambda *args: js.clip_rows_by_norm(*args).to_dense())
+    wanted = np.asarray(dense) * np.minimum(
+        1, limits / np.maximum(np.linalg.norm(dense, axis=1), 1e-9)
+    ).reshape(9, 1)
+    assert_close(traced(rows, each), wanted)
+    assert_close(js.clip_rows_by_norm(dense, limits), wanted)
+    # Several axes may number the rows.
+    packed = js.IndexedSlices(rows.values, rows.indices, (3, 3, 2), row_axes=2)
+    assert_close(traced(packed, each).reshape(9, 2), wanted)
+    if order == "as it is":
+        assert_close(js.clip_rows_by_norm(rows, each).to_dense(), wanted)
+        with pytest.raises(ValueError, match=r"max_norm \[\], or \[3\] for each .* \(9,\)"):
+            js.clip_rows_by_norm(rows, limits)
+
+
 def test_errors():
     rows = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (9, 2))
     ints = js.IndexedSlices(jnp.ones((1, 2), int), jnp.array([3]), (9, 2))

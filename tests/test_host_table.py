@@ -386,6 +386,41 @@ def test_a_step_by_another_optimizer_than_the_exact_table_s_is_said():
         train(table, tx, BATCHES[:1])
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_rows_of_a_larger_exact_table_are_those_of_resize_rows(in_file, tmp_path):
+    """They begin anew, and decay with the steps from then on."""
+    tx = js.adamw(0.1, weight_decay=0.5, untouched="exact")
+    path, height = str(tmp_path / "table") if in_file else None, V + 20_000
+
+    @jax.jit
+    def step(params, state, ids, wanted):
+        params, state = tx.catch_up(params, state, ids)
+        return tx.apply(js.grad(loss)(params, ids, wanted), state, params)
+
+    with js.HostTable((V, D), tx, path, init=beginning) as table:
+        params, state = jnp.array(START), tx.init(START)
+        for batch in BATCHES:
+            params, state = step(params, state, *batch)
+        train(table, tx, BATCHES)
+        table.grow(height)
+        fresh = jnp.array(beginning(np.arange(height)))
+        params, state = js.checkpoint.resize_rows(tx, params, state, fresh)
+        new = np.arange(V, height)
+        np.testing.assert_array_equal(table.read(new), beginning(new))
+        batches = list(batches_of(1, 3, rows=height))
+        batches[1][0][:2] = V + 3, height - 1
+        for batch in batches:
+            params, state = step(params, state, *batch)
+        train(table, tx, batches)
+        read = table.read(np.arange(height))
+    wanted = tx.flush(params, state)[0]
+    assert np.abs(wanted[V:] - beginning(new)).max() > 0.01  # they have moved since
+    np.testing.assert_allclose(read, wanted, rtol=1e-4, atol=1e-5)
+    if in_file:
+        with js.HostTable((height, D), tx, path, init=beginning) as again:
+            np.testing.assert_array_equal(again.read(np.arange(height)), read)
+
+
 def test_rows_begin_anew():
     tx = js.adagrad(0.1, initial_accumulator_value=0.25)
     table, undisturbed = (js.HostTable((V, D), tx, init=beginning) for _ in range(2))

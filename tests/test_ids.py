@@ -1,6 +1,8 @@
 """What an id out of range means, in every mode; tables beyond 32 bits."""
 
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,36 @@ from jax.experimental import checkify
 
 import jslices as js
 from jslices.tables import StackedTables
+
+# --- strings ----------------------------------------------------------------------------
+
+
+@pytest.mark.interop
+def test_strings_are_tensorflows_integers():
+    """What the page says; TensorFlow 2.21.0 and Keras 3.15.1 gave these numbers."""
+    farmhash = pytest.importorskip("farmhash")
+    page = pathlib.Path(__file__).parent.parent / "docs" / "coming_from" / "tensorflow.md"
+    codes = re.findall(r"`(\[[^`]*farmhash[^`]*\])`", page.read_text())
+    words = ["hello", "world", "jax", "caf\u00e9", "the", "of"]
+    names = {"farmhash": farmhash, "words": words, "n": 3, "row": {"the": 0, "of": 1}}
+    names["ids"] = [3, 7, 12345, -4]
+    found = [eval(code, dict(names)) for code in codes]
+    assert found == [
+        [296, 598, 51, 587, 354, 61],
+        [921, 88, 728, 770],
+        [755, 155, 142, 261, 137, 199],
+        [1, 1, 0, 2, 3, 4],
+    ]
+
+
+@pytest.mark.parametrize("ids", [["hello"], np.array(["hello", "of"]), np.array([b"of"])])
+def test_strings_are_refused(ids):
+    for call in (js.check_ids, lambda x, _: js.embedding_lookup(jnp.ones((5, 2)), x)):
+        with pytest.raises(
+            TypeError, match=r"[US]\d\[.\]; jslices.dynamic gives .*farmhash"
+        ):
+            call(ids, 5)
+
 
 # --- check_ids --------------------------------------------------------------------------
 

@@ -799,7 +799,7 @@ def test_other_backends_are_refused(monkeypatch):
         importlib.reload(jk)
 
 
-@pytest.mark.parametrize("name, count", [("keras.md", 5), ("coming_from/keras.md", 1)])
+@pytest.mark.parametrize("name, count", [("keras.md", 6), ("coming_from/keras.md", 1)])
 def test_the_page_runs(name, count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = pathlib.Path(__file__).parent.parent / "docs" / name

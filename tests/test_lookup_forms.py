@@ -55,6 +55,7 @@ def from_columns(table):
         "clipped": lambda: table.at[IDS + 3, :3].get(mode="clip"),
         "vmapped": lambda: jax.vmap(lambda i: table[i, :2])(IDS),
         "vmapped_element": lambda: jax.vmap(lambda i: table[i, 3])(IDS),
+        "largest": lambda: lax.top_k(table, 2)[0][IDS],
     }
 
 
@@ -192,6 +193,14 @@ def from_steps(table):
         "custom_gradient": lambda: threefold(threefold(table))[IDS],
         "custom_of_a_row": lambda: soft(table[0])[None] * table[IDS],
         "rfft": lambda: jnp.abs(jnp.fft.rfft(table)[IDS]),
+        "mapped": lambda: lax.map(lambda row: jnp.sin(row) @ WEIGHT, table)[IDS],
+        "mapped_with_others": lambda: lax.map(
+            lambda x: x[0] * x[1], (jnp.sin(table), jnp.arange(V, dtype="f"))
+        )[IDS],
+        "scanned_backwards": lambda: lax.scan(
+            lambda c, row: (c, c * jnp.tanh(row)), 2.0, table, reverse=True, unroll=2
+        )[1][::-1][IDS],
+        "sum_of_slices": lambda: (table[:-2] + table[1:-1] * table[2:])[IDS % 4],
     }
 
 
@@ -513,8 +522,11 @@ M, WEIGHED = (
 # By name: what is looked up, how, and what the warning advises.
 WARNS = {
     "scanned": (LARGE, lambda t: lax.map(lambda row: jnp.sin(row)[IDS % D], t), "outside"),
-    "mapped": (LARGE, lambda t: lax.map(jnp.sin, t)[IDS], "before this step"),
-    "best": (LARGE, lambda t: lax.top_k(t, 1)[0][IDS], "before this step"),
+    "carried": (
+        LARGE,
+        lambda t: lax.scan(lambda sum, row: (sum + row, sum * row), t[0], t)[1][IDS],
+        "before this step",
+    ),
     "elements": (LARGE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], "t[i * n + j]"),
     "columns": (LARGE, lambda t: t[:, IDS % D], WHOLE),
     "torch_gather": (LARGE, lambda t: jnp.take_along_axis(t, FULL, axis=0), WHOLE),
@@ -567,6 +579,28 @@ def test_forms_that_warn(name, dense_lookups):
     assert any("is dense" in text and advice in text for text in texts)
     assert not js.is_slices(found[name])
     assert_close(found[name], wanted[name], rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
+def test_a_row_made_of_many_is_one_use_of_the_table():
+    """Parallel prefix sums: the program grows with the logarithm of V, as JAX's does."""
+
+    def sums(t):
+        if len(t) == 1:
+            return t
+        odd = sums(t[::2] + t[1::2])
+        even = jnp.concatenate([t[:1], odd[:-1] + t[2::2]])
+        return jnp.stack([even, odd], 1).reshape(t.shape)
+
+    loss = lambda t: (sums(t)[IDS] ** 3).sum()  # noqa: E731
+    sizes = {}
+    for height in (64, 1024):
+        table = array(RNG.normal(size=(height, D)))
+        sizes[height] = len(jax.make_jaxpr(js.grad(loss))(table).eqns)
+    assert sizes[1024] < 2 * sizes[64]
+    found = fast_jit(js.grad(loss))(table)
+    assert not js.is_slices(found)
+    assert_close(found, fast_jit(jax.grad(loss))(table), rtol=1e-4, atol=1e-5)
 
 
 def test_functions_made_alike_are_told_apart():

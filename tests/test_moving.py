@@ -917,6 +917,27 @@ def test_the_page_joins_shards(height):
         np.testing.assert_array_equal(read(shards), joined)
 
 
+def test_the_page_parts_a_partitioned_variable():
+    """As TensorFlow 2.21.0 reads a "mod" table of 11 rows in 4 parts, `tf.train.Saver`'s.
+
+    ``tf.compat.v1.fixed_size_partitioner(4)`` made parts of 3, 3, 3 and 2 rows.
+    """
+    array = np.array([0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7])[:, None]  # the id of each row
+    assert "from_mod_shards(np.array_split(array, n))" in PAGE.read_text()
+    table = run(MOD_SHARDS)["from_mod_shards"](np.array_split(array, 4))
+    np.testing.assert_array_equal(table[:, 0], np.arange(11))
+
+
+def test_the_page_writes_arrays_of_numpy(tmp_path, monkeypatch):
+    """Which may be transposed; safetensors 0.8.0 writes their memory as it is."""
+    monkeypatch.chdir(tmp_path)
+    params = {"table": np.ones((4, 3), "f"), "w": np.arange(6, dtype="f").reshape(3, 2)}
+    tx = js.sgd(0.1)
+    run(TO_TORCH_HERE, tx=tx, params=params, state=tx.init(params))
+    written = load_file("ours.safetensors")
+    np.testing.assert_array_equal(written["model.out.weight"], params["w"].T)
+
+
 def test_the_page_resizes_spread_tables():
     spread = {v: np.asarray(js.spread_ids(np.arange(v), v)) for v in (16, 24)}
     assert (spread[16] != spread[24][:16]).any()

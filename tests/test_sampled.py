@@ -1,12 +1,13 @@
 """Sampled losses against their dense formulas; the sampler against its distribution."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, fast_jit, golden, slow_unless
+from helpers import assert_close, fast_jit, golden, numpy_array, slow_unless
 
 import jslices as js
 
@@ -284,3 +285,154 @@ def test_an_empty_batch():
     tables = np.ones((20, 2), np.float32), np.zeros(20, np.float32)
     nothing = np.zeros((0, 1), np.int32), np.zeros((0, 2), np.float32)
     assert fast_jit(loss)(*tables, *nothing, key=KEY).shape == (0,)
+
+
+# --- by counts --------------------------------------------------------------------------
+
+COUNTS = np.array([5, 0, 1, 20, 3, 0, 1, 70], np.float32)
+
+
+def by_counts(unique, count, repeat=1000, counts=COUNTS, **keywords):
+    keywords = {"unigrams": counts, "unique": unique, **keywords}
+    sample = lambda key: js.fixed_unigram_candidate_sampler(  # noqa: E731
+        jnp.arange(len(counts)), count, len(counts), key=key, **keywords
+    )
+    return jax.jit(jax.vmap(sample))(jax.random.split(jax.random.key(3), repeat))
+
+
+@pytest.mark.parametrize("distortion", [1.0, 0.5])
+def test_draws_follow_the_counts(distortion):
+    weights = COUNTS**distortion
+    wanted = weights / weights.sum()
+    sampled, expected, of_sampled = by_counts(False, 50, 500, distortion=distortion)
+    seen = np.bincount(np.asarray(sampled).ravel(), minlength=8) / sampled.size
+    deviation = np.sqrt(wanted * (1 - wanted) / sampled.size)
+    assert (np.abs(seen - wanted) <= 5 * deviation).all()  # of no count: never
+    np.testing.assert_allclose(expected[0], 50 * wanted, rtol=1e-5)
+    np.testing.assert_allclose(of_sampled[0], 50 * wanted[sampled[0]], rtol=1e-5)
+
+
+def test_unique_draws_by_counts():
+    sampled, expected, of_sampled = map(np.asarray, by_counts(True, 3))
+    ordered = np.sort(sampled, 1)
+    assert (ordered[:, 1:] != ordered[:, :-1]).all()
+    # How often each class is among three drawn one after the other, without the last ones.
+    shares, wanted = COUNTS / COUNTS.sum(), np.zeros(8)
+    for drawn in itertools.permutations(range(8), 3):
+        one, two, three = shares[list(drawn)]
+        wanted[list(drawn)] += one * two / (1 - one) * three / (1 - one - two)
+    seen = np.bincount(sampled.ravel(), minlength=8) / len(sampled)
+    assert (np.abs(seen - wanted) <= 5 * np.sqrt(wanted * (1 - wanted) / 1000)).all()
+    # All are expected by the number of draws that it took, a whole one of three or more.
+    tries = np.round(np.log1p(-expected[:, 0]) / np.log1p(-shares[0]))
+    assert tries.min() >= 3
+    np.testing.assert_allclose(expected, 1 - (1 - shares) ** tries[:, None], atol=1e-5)
+    np.testing.assert_allclose(
+        of_sampled, np.take_along_axis(expected, sampled, 1), rtol=1e-6
+    )
+
+
+def test_expected_counts_of_tensorflow():
+    """TensorFlow 2.21, ``unique=False``, of four draws; shards number their own classes."""
+    draw = functools.partial(
+        js.fixed_unigram_candidate_sampler, num_sampled=4, key=KEY, unique=False
+    )
+    counts, classes = np.arange(1.0, 7.0), np.array([[0], [1], [2], [3], [5]])
+    cases = [
+        ({}, [0.190476, 0.380952, 0.571429, 0.761905, 1.142857]),
+        ({"distortion": 0.5}, [0.369282, 0.522244, 0.639616, 0.738565, 0.904553]),
+        ({"num_reserved_ids": 2, "unigrams": counts[:4]}, [0, 0, 0.4, 0.8, 1.6]),
+        ({"distortion": 0.0}, [2 / 3] * 5),
+    ]
+    for keywords, wanted in cases:
+        drawn = draw(classes, range_max=6, **{"unigrams": counts, **keywords})
+        assert_close(drawn.true_expected_count, np.array(wanted, "f")[:, None])
+        assert drawn.sampled_candidates.dtype == np.int32
+    # The shard of the odd classes, whose counts are 2, 4 and 6.
+    halves = {"num_shards": 2, "shard": 1, "unigrams": counts, "range_max": 3}
+    drawn = draw(np.arange(3), **halves)
+    assert_close(drawn.true_expected_count, np.array([2 / 3, 4 / 3, 2], "f"))
+    assert draw([-1, 6], range_max=6, unigrams=counts).true_expected_count.tolist() == [
+        0,
+        0,
+    ]
+
+
+def test_rare_classes_are_drawn_by_their_counts():
+    """A million classes, of which one has nearly all, and the others share the rest."""
+    counts = np.ones(10**6, np.int64)
+    counts[123_456] = 10**12
+    draw = functools.partial(
+        js.fixed_unigram_candidate_sampler, [0], 100_000, 10**6, key=KEY, unique=False
+    )
+    found = np.asarray(draw(unigrams=counts).sampled_candidates)
+    assert (found == 123_456).mean() > 0.99
+    counts[123_456] = 0
+    counts[:1000] = 1000
+    found = np.asarray(draw(unigrams=counts).sampled_candidates)
+    assert not (found == 123_456).any()
+    first, _ = np.histogram(found, 10, (0, 1000))
+    others, _ = np.histogram(found, 10, (1000, 10**6))
+    for seen in (first, others):
+        assert np.abs(seen - 5000).max() < 6 * np.sqrt(5000)
+
+
+def test_other_counts_compile_nothing():
+    traced = []
+
+    @jax.jit
+    def step(key, counts, distortion):
+        traced.append(1)
+        return js.fixed_unigram_candidate_sampler(
+            [[2]], 2, 8, key=key, unigrams=counts, distortion=distortion
+        )
+
+    first = step(KEY, COUNTS, 1.0)
+    other = step(KEY, COUNTS[::-1].copy(), 0.5)
+    assert len(traced) == 1
+    assert first.true_expected_count[0, 0] != other.true_expected_count[0, 0]
+    assert not set(other.sampled_candidates.tolist()) & {2, 6}
+    # Too few classes that have a count: the places left hold none.
+    few = step(KEY, np.eye(8, dtype="f")[3], 1.0)
+    assert few.sampled_candidates.tolist() == [3, 8]
+    assert step(KEY, np.zeros(8, "f"), 1.0).sampled_candidates.tolist() == [8, 8]
+
+
+def test_a_loss_with_samples_by_counts():
+    labels = LABELS[:, :1]
+    counts = np.arange(V, dtype=np.float32)
+
+    def loss(weights, counts):
+        drawn = js.fixed_unigram_candidate_sampler(
+            labels, S, V, key=KEY, unigrams=counts, distortion=0.75
+        )
+        return js.sampled_softmax_loss(
+            weights, BIASES, labels, INPUTS, S, V, sampled_values=drawn
+        ).sum()
+
+    grads, by_count = fast_jit(js.grad(loss, (0, 1)))(WEIGHTS, counts + 1)
+    assert js.is_slices(grads) and np.isfinite(grads.values).all()
+    assert not numpy_array(by_count).any()
+
+
+@pytest.mark.parametrize(
+    "keywords, text",
+    [
+        ({"num_sampled": 0}, "num_sampled=0, unique=True of 8 classes"),
+        ({"range_max": 9}, r"wants unigrams .*got \[8\] for range_max=9, num_shards=1, "),
+        ({"num_reserved_ids": 1}, "num_reserved_ids=1, shard=0"),
+        ({"unigrams": ()}, r"got \[0\] for range_max=8"),
+        ({"num_shards": 2, "shard": 2}, "num_shards=2, .*shard=2"),
+        ({"num_shards": 0}, "num_shards=0"),
+        ({"unigrams": COUNTS - 1}, r"4 are above 0, 2 below; type unigrams.clip\(1\)"),
+        (
+            {"num_sampled": 7},
+            "draw 7 classes, unique=True, and of the counts 6 are above 0",
+        ),
+        ({"unigrams": 0 * COUNTS, "unique": False}, "unique=False, .* 0 are above 0"),
+    ],
+)
+def test_errors_of_the_sampler_by_counts(keywords, text):
+    given = {"num_sampled": 2, "range_max": 8, "key": KEY, "unigrams": COUNTS}
+    with pytest.raises(ValueError, match=text):
+        js.fixed_unigram_candidate_sampler([0], **{**given, **keywords})

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(js.__file__).parent
 SATELLITES: tuple[str, ...] = (
     *("accumulators", "checkpoint", "_host_table", "tf1", "keras", "tables"),
     *("dynamic", "experimental"),
-    *("bench", "demo"),
+    *("retrieval", "bench", "demo"),
 )
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (

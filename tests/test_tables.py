@@ -79,6 +79,20 @@ def test_negative_ids_stay_negative():
     assert_close(pruned, PARTS["shop"][0])
 
 
+@pytest.mark.parametrize("mode", [*MODES, "check", "promise_in_bounds"])
+@pytest.mark.parametrize("padding", [-1, 0, 2**40])
+def test_padding_is_that_of_all_tables(mode, padding):
+    ids = np.array([[1, 0, padding], [padding, padding, 3]])
+    rows = TABLES.rows(ids, padding_id=padding, mode=mode)
+    is_padding = ids == padding
+    wanted = np.where(is_padding, -1, TABLES.rows(np.where(is_padding, 0, ids)))
+    np.testing.assert_array_equal(rows, wanted)
+    read = js.embedding_lookup(STACKED, rows, padding_id=-1)
+    assert not np.asarray(read)[is_padding].any() and np.isfinite(read).all()
+    of_shop = TABLES.rows(ids, "shop", padding_id=padding, mode=mode)
+    np.testing.assert_array_equal(of_shop == -1, is_padding)
+
+
 def test_a_bad_id_is_named_with_its_table():
     text = r"ids of 'shop'\[1\] = 4 is not in \[0, 4\)"
     with pytest.raises(js.IdOutOfRangeError, match="lookup: " + text):

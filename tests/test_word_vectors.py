@@ -63,6 +63,11 @@ def test_forms_of_other_programs(tmp_path):
     packed = tmp_path / "vectors.gz"
     packed.write_bytes(gzip.compress(b"the 1 2\n"))
     assert load(packed).words == ["the"]
+    # GloVe's -write-header 1 does not count its last row, of unknown words.
+    path.write_text("2 2\nthe 1 2\nof 3 4\n<unk> 5 6\n")
+    assert load(path).vectors.tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert load(path, limit=2).words == ["the", "of"]
+    assert load(path, vocabulary=["the"]).words == ["the"]
     packed.write_bytes(gzip.compress(b"the 1 2\n" * 99)[:-9])
     with pytest.raises(js.DataLossError, match=r"vectors\.gz cannot be decompressed"):
         load(packed)
@@ -84,6 +89,8 @@ COUNTS = {1: "goes on after 1 rows of 2 numbers", 3: "ends in row 2 of 3"}
     [
         (b"", "line 1 of .* has 0 numbers|holds 0 rows"),
         (b"3 2\na 1 2\nb 3 4\n", "holds 2 rows, not 3"),
+        (b"1 2\na 1 2\nb 3 4\n", "holds 2 rows, not 1"),
+        (b"1 2\na 1 2\n<unk> 3 4\n<unk> 3 4\n", "holds 3 rows, not 1"),
         (b"a 1 2\nb 3\n", "line 2 of .* has 1 numbers, not 2"),
         (b"2 2\na 1 2\nb 3 x\n", "line 3 of .* could not convert"),
         (b"2 2\na \x00\x00\x00\x80\x00\x00\x00\x00b \x00", "ends in row 1 of 2"),

@@ -357,7 +357,6 @@ class Planner(ViewWalk):
     def _plan(
         self, source: Source | None, read: RowRead, by_ids: bool, slotted: bool = True
     ) -> None:
-        packed = read.packed  # once, as a view of many windows has many reads
         for table, has_slot in reads_of(read.view):
             leaf, graded = self._leaves[table.leaf], slotted and has_slot
             aval = leaf.aval
@@ -374,7 +373,7 @@ class Planner(ViewWalk):
                 sharding=leaf.sharding(exchange),
                 source=source,
                 by_ids=by_ids,
-                packed=packed,
+                packed=read.packed,
                 graded=graded,
             )
             self.plan.append(site)
@@ -395,6 +394,12 @@ class Planner(ViewWalk):
             result = turn(carry, xs)
         self._loops = outer
         return result
+
+    def scan(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
+        for value in operands:  # whose elements the body may pick
+            if isinstance(value, View):
+                _note(self.uses.moves, value, DenseUse("scan", self.source(eqn)))
+        return super().scan(eqn, operands, needs_grad)
 
     def switch(self, index: Any, branches: Sequence[Callable[[], Values]]) -> Values:
         with self._inside():
@@ -467,6 +472,7 @@ def _planned(
     looked_up = sites | looked_up
     never = [leaf for leaf in dense if leaf in moves and leaf not in looked_up]
     unread = unread_lookups(program, never, needs_grad) if never else {}
+    dense |= {x: moves[x] for x in unread if unread[x] and moves[x].what == "scan"}
     reads = planner.plan, dense, looked_up, unread, uses.no_grad
     return Planned(program, outputs, leaves, *reads, eager)
 

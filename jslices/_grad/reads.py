@@ -85,7 +85,7 @@ class RowRead:
     @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
-        steps = (step for read in self.view.reads for step in read.name)
+        steps = (step for _, _, name in self.view.reads for step in name)
         return max((step[1] for step in steps if step[0] == "holding"), default=1)
 
     @property
@@ -153,7 +153,8 @@ class Reader:
     """Compute rows of views during one read, each once however often it is used.
 
     Args:
-      take: ``take(table, ids)`` reads the rows of a :class:`TableView`.
+      take: ``take(table, ids)`` reads the rows of a :class:`TableView`, or notes the read
+        while reads are planned.
       plainly: the same without cotangent slots; None if ``take`` is.
     """
 
@@ -192,7 +193,7 @@ def reads_of(view: View) -> list[tuple[TableView, bool]]:
 
     In the order of the reads.
     """
-    return [(table, slotted) for table, slotted, _ in view.reads]
+    return [(table, slotted) for (slotted, *_), table in view.reads.items()]
 
 
 def tables_read(view: View, slotted: bool = True) -> list[TableView]:

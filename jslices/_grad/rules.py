@@ -65,6 +65,9 @@ RULES: dict[Primitive, RowRule] = {}
 
 #: The most numbers in a row of a packed table: each part reads all of them.
 WIDEST_PACKED = 1024
+#: The most reads of a table that a read of a view may become. Sums of slices of sums of
+#: slices, as parallel prefix sums are made of, would be as many as there are rows.
+MOST_READS = 64
 
 
 def rowwise(
@@ -84,7 +87,9 @@ def rowwise(
     others = [] if rule in _FOR_ANY_VIEW else _broadcast_operands(rule, views, lead)
     outputs = NeedsWhole(others) if others else rule(eqn, operands, lead)
     if not isinstance(outputs, NeedsWhole):
-        return outputs
+        made = [x.reads for x in outputs or () if isinstance(x, View)]
+        many = any(len(x) > MOST_READS * len({key[1] for key in x}) for x in made)
+        return None if many else outputs
     needed = outputs.operands
     operands = [whole(x) if i in needed else x for i, x in enumerate(operands)]
     if not any(isinstance(operand, View) for operand in operands):
@@ -377,10 +382,23 @@ def _along(parameter: str) -> RowRule:
     return rule
 
 
-rule_for("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")(_along("axis"))
+rule_for("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k")(_along("axis"))
 rule_for("reduce_max", "reduce_min", "reduce_prod", "reduce_sum")(_along("axes"))
 rule_for("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(_along("axes"))
 rule_for("sort")(_along("dimension"))
+
+
+@rule_for("scan")
+def _map(eqn: Equation, operands: Values, lead: int) -> Result:
+    """``jax.lax.map(f, table)``: a loop that carries nothing from row to row."""
+    first, carried = _jax.scan_counts(eqn.params)
+    if carried or lead > 1 or eqn.effects:
+        return None
+    weights = [i for i, x in enumerate(operands[:first]) if isinstance(x, View)]
+    if weights:
+        return NeedsWhole(weights)
+    shared = [i < first for i in range(len(operands))]
+    return _views(eqn, operands, lead, lambda rows: {"length": rows[0]}, shared)
 
 
 @rule_for("fft")

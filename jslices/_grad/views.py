@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,10 @@ from jslices._rows.access import clipped_indices, per_row, places, take_rows, wi
 
 #: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
+
+
+#: Tables by whether they are read with a cotangent slot, the leaf, the name of row numbers.
+Reads: TypeAlias = "dict[tuple[bool, int, tuple[Any, ...]], TableView]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +66,6 @@ class View:
         """
         raise NotImplementedError
 
-    @functools.cached_property
-    def reads(self) -> tuple["TableRead", ...]:
-        """The reads of tables that a read of its rows takes, each once, in their order."""
-        found: dict[Any, TableRead] = {}
-        for part, ids in self.parts(RowIds()):
-            if ids is None or not isinstance(part, View):
-                continue
-            for table, slotted, name in part.reads:
-                name = (*ids.name, *name)
-                read = TableRead(table, slotted and not isinstance(self, Unslotted), name)
-                # Whatever array a table is by now, its rows are those of the leaf.
-                found.setdefault((table.leaf, read.slotted, name), read)
-        return tuple(found.values())
-
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         """The rows ``[n, *D]`` at ``ids``, from those of ``parts(ids)``."""
         raise NotImplementedError
@@ -83,6 +73,16 @@ class View:
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         """The array itself; ``of(part)`` gives that of a part."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def reads(self) -> Reads:
+        """The tables whose rows a read takes, in the order of the reads."""
+        found: Reads = {}
+        for part, ids in self.parts(RowIds()):
+            if isinstance(part, View) and ids is not None:
+                for (slotted, leaf, name), table in part.reads.items():
+                    found.setdefault((slotted, leaf, (*ids.name, *name)), table)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,8 +97,8 @@ class TableView(View):
     array: Any = None
 
     @property
-    def reads(self) -> tuple["TableRead", ...]:  # type: ignore[override]
-        return (TableRead(self, True, ()),)
+    def reads(self) -> Reads:  # type: ignore[override]
+        return {(True, self.leaf, ()): self}
 
     @property
     def row_axes(self) -> int:
@@ -117,14 +117,6 @@ class TableView(View):
         # On Explicit axes JAX does not merge axes if the second is split.
         merged: jax.Array = drop_sharding(array).reshape(self.shape)
         return merged
-
-
-class TableRead(NamedTuple):
-    """One of the reads of tables that a read of a view takes."""
-
-    table: TableView
-    slotted: bool  # whether it has a cotangent slot
-    name: tuple[Any, ...]  # of its row numbers, as in :class:`RowIds`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,6 +385,11 @@ class Transposed(Derived):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unslotted(Derived):
     """A view without cotangent slots: no gradient is needed."""
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override]
+        inner = self.inner.reads.items()
+        return {(False, leaf, name): table for (_, leaf, name), table in inner}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -211,10 +211,6 @@ class ProgramWalk(abc.ABC, Generic[VarValue]):
 # --- with views of tables ---------------------------------------------------------------
 
 
-#: A view takes at most so many reads of tables. A prefix sum of V rows is made of V windows
-#: of the table: as rows it would take V reads, and a second to trace for each 1,000.
-MOST_READS = 256
-
 #: The body of a loop: from what it carries and scans over to what it carries and stacks.
 Turn = Callable[[Values, Values], tuple[Values, Values]]
 
@@ -254,7 +250,7 @@ class ViewWalk(ProgramWalk[Any]):
         whole = functools.partial(self.whole, eqn=eqn)
         if eqn.primitive in RULES:
             views = rowwise(eqn, operands, whole)
-            if views is not None and not any(map(_takes_many_reads, views)):
+            if views is not None:
                 return views
         form = READS.get(eqn.primitive.name)
         read = None if form is None else form(eqn, operands, scope.origins)
@@ -294,6 +290,11 @@ class ViewWalk(ProgramWalk[Any]):
         turn gets the view of its own part.
         """
         body, (num_consts, num_carried) = _jax.body(eqn), _jax.scan_counts(eqn.params)
+        scanned = operands[num_consts + num_carried :]
+        if any(isinstance(x, View) and x.lead == 1 for x in scanned):
+            views = rowwise(eqn, operands, functools.partial(self.whole, eqn=eqn))
+            if views is not None:
+                return views
         consts = operands[:num_consts]
         carried = operands[num_consts : num_consts + num_carried]
         unchanged = {
@@ -302,7 +303,7 @@ class ViewWalk(ProgramWalk[Any]):
             if isinstance(value, View) and body.outvars[i] is body.invars[num_consts + i]
         }
         changing = [self.whole(x, eqn) for i, x in enumerate(carried) if i not in unchanged]
-        xs = list(operands[num_consts + num_carried :])
+        xs = list(scanned)
         layers = {i: x for i, x in enumerate(xs) if isinstance(x, Repeated)}
         length = eqn.params["length"]
         count = jnp.arange if _jax.is_symbolic(length) else np.arange
@@ -361,11 +362,6 @@ class ViewWalk(ProgramWalk[Any]):
         self, eqn: Equation, function: Callable[[Values], Values], operands: Values
     ) -> Values:
         """``jax.checkpoint(function)(values)`` for the operands that are not views."""
-
-
-def _takes_many_reads(value: Any) -> bool:
-    """True for a view each of whose rows comes from many, such as sums of windows."""
-    return isinstance(value, View) and len(value.reads) > MOST_READS
 
 
 def _with_gradient(eqn: Equation, operands: Values) -> Values:

@@ -586,9 +586,10 @@ class HostTable(Journaled):
     def grow(self, num_rows: int) -> None:
         """Gives the table more rows, which begin anew; existing rows keep their state.
 
-        With ``untouched="exact"`` they have missed all steps so far, until ``reset``.
-        A file is copied to a new one, which replaces it when complete: the disk needs room
-        for both until then.
+        With ``untouched="exact"`` they have missed no step, and are all written, as
+        :meth:`reset` does it and :func:`jslices.checkpoint.resize_rows`. A file is copied
+        to a new one, which replaces it when complete: the disk needs room for both until
+        then.
 
         Args:
           num_rows: V from now on.
@@ -606,7 +607,7 @@ class HostTable(Journaled):
         self._journal.finish()
         if self._path is None:
             new = storage.Records(self._layout, num_rows, self._shared)
-            storage.copy_records(records, new)
+            self._copy(records, new)
         else:
             new = self._copied_to(self._path, records, num_rows)
         self._journal.do(functools.partial(self._journal.replace, records, new))
@@ -617,9 +618,21 @@ class HostTable(Journaled):
         """A new file, on the disk, for a path."""
         copy = storage.make(path, self._form(num_rows))
         with storage.closed_on_error(copy):
-            storage.copy_records(source, copy, rows)
+            self._copy(source, copy, rows)
             copy.flush()
         return copy
+
+    def _copy(
+        self, source: storage.Records, copy: storage.Records, rows: Any = None
+    ) -> None:
+        """Copy records, or those of some rows; rows that are new begin when it is made."""
+        storage.copy_records(source, copy, rows)
+        if rows is None and self._layout.tx.catches_up and source.shared[0]:
+            before, now = len(source.array), len(copy.array)
+            for first in range(before, now, block := 1 << 14):
+                numbers = np.arange(first, min(first + block, now))
+                words = self._initial_records(numbers, source.shared[1:])
+                copy.put(copy.array, first, words)
 
     def _form(self, num_rows: int) -> storage.FileForm:
         return storage.FileForm(self._layout, num_rows, self._shared)

@@ -99,7 +99,7 @@ def embedding_lookup(
     check_mode(mode, caller)
     STRATEGY.check(caller, "partition_strategy", partition_strategy)
     tables, numbers = as_tables(params, caller), as_ids(ids, caller)
-    keep = None if padding_id is None else ~_equal(ids, numbers, padding_id)
+    keep = None if padding_id is None else ~is_padding(ids, numbers, padding_id)
     return read_rows(
         tables,
         numbers,
@@ -112,7 +112,7 @@ def embedding_lookup(
     )
 
 
-def _equal(original: ArrayLike, ids: jax.Array, padding_id: int) -> jax.Array:
+def is_padding(original: ArrayLike, ids: jax.Array, padding_id: int) -> jax.Array:
     """Where the ids as given are ``padding_id``; ``ids`` may be saturated to 32 bits."""
     try:
         number = operator.index(padding_id)

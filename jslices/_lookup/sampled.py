@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jslices._lookup.embedding import as_tables, embedding_lookup
 from jslices._place.boundary import by_first_axis, on_any_mesh
 from jslices._rows.access import INT32_MAX
-from jslices._rows.ids import as_ids
+from jslices._rows.ids import as_ids, settle
 from jslices._rows.sums import sort_ids, starts_of_runs
 
 #: ``(sampled [S], true_expected_count, sampled_expected_count [S])``.
@@ -295,6 +295,89 @@ def log_uniform_candidate_sampler(
     logarithms alone would be too coarse for them.
     """
     caller = "log_uniform_candidate_sampler"
+    _check_numbers(caller, num_sampled, range_max, unique)
+
+    def chance(classes: jax.Array) -> jax.Array:
+        classes = classes.astype(jnp.float32)
+        return jnp.log1p(1 / (classes + 1)) / math.log(range_max + 1)
+
+    classes = as_ids(true_classes, caller, "true_classes")
+    return _candidates(classes, chance, unique, key, num_sampled, range_max)
+
+
+def fixed_unigram_candidate_sampler(
+    true_classes: ArrayLike,
+    num_sampled: int,
+    range_max: int,
+    *,
+    key: jax.Array,
+    unigrams: ArrayLike | Sequence[float],
+    unique: bool = True,
+    distortion: float | jax.Array = 1.0,
+    num_reserved_ids: int = 0,
+    num_shards: int = 1,
+    shard: int = 0,
+) -> Candidates:
+    """Classes drawn by their counts: ``P(k) = counts[k] ** distortion / (sum of these)``.
+
+    Other arguments, the result and errors are those of
+    :func:`log_uniform_candidate_sampler`. A true class ``[*B]`` outside ``[0, N)`` is
+    expected 0 times.
+
+    Args:
+      unigrams: ``[N n - R]`` numbers, the count of each class but the reserved ones. Under
+        ``jax.jit`` an argument, as ``distortion`` may be: other counts compile nothing.
+      distortion: 1 draws by the counts, 0 draws all alike, 0.75 is that of word2vec.
+      num_reserved_ids: R, how many of the first classes have no count and are not drawn.
+      num_shards, shard: of n shards one draws; its class k is ``k n + shard`` of all.
+
+    Raises:
+      ValueError: also if a count is negative, or too few are above 0 to draw so many. Of
+        traced counts negative ones are 0, and N, whose row reads NaN, fills the places.
+
+    Cost: O(N) to sum counts, in float64, and O(S log N), for each round of S draws; many
+    rounds only if few classes have most of the counts, or S is near N.
+
+    Example:
+      >>> import jax, jslices as js
+      >>> key, counts = jax.random.key(0), [0, 5, 0, 1]
+      >>> drawn = js.fixed_unigram_candidate_sampler([[1]], 2, 4, key=key, unigrams=counts)
+      >>> sorted(drawn.sampled_candidates.tolist())
+      [1, 3]
+
+    Source: ``tf.random.fixed_unigram_candidate_sampler``, which raises for true classes out
+    of range, and counts ``S P(k)`` of unique classes too if no draw came twice.
+    """
+    caller = "fixed_unigram_candidate_sampler"
+    _check_numbers(caller, num_sampled, range_max, unique)
+    counts: Any = jnp.asarray(unigrams, jnp.float32)  # of 64 bits none wraps around
+    own = range(shard, num_reserved_ids + counts.size, max(1, num_shards))
+    if counts.ndim != 1 or len(own) != range_max or not 0 <= shard < num_shards:
+        raise ValueError(
+            f"{caller} wants unigrams [range_max * num_shards - num_reserved_ids], got "
+            f"{list(counts.shape)} for {range_max=}, {num_shards=}, {num_reserved_ids=}, "
+            f"{shard=}"
+        )
+    weights = jax.lax.stop_gradient(jnp.maximum(counts, 0) ** distortion)
+    weights = jnp.pad(weights, (num_reserved_ids, 0))[shard::num_shards]
+    above, below = (weights > 0).sum(), (counts < 0).sum()
+    few = below | (above < (num_sampled if unique else 1))
+    if not isinstance(few, jax.core.Tracer) and few:
+        raise ValueError(
+            f"{caller} is to draw {num_sampled} classes, unique={unique}, and of the "
+            f"counts {above} are above 0, {below} below; type unigrams.clip(1)"
+        )
+    shares = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+
+    def chance(classes: jax.Array) -> jax.Array:
+        rows = settle(classes, range_max, "fill")
+        return shares.at[rows].get(mode="fill", fill_value=0)
+
+    classes = as_ids(true_classes, caller, "true_classes")
+    return _candidates(classes, chance, unique, key, num_sampled, range_max, weights)
+
+
+def _check_numbers(caller: str, num_sampled: int, range_max: int, unique: bool) -> None:
     if not 1 <= range_max <= INT32_MAX:
         raise ValueError(f"{caller} got range_max={range_max}; it must be in [1, 2^31)")
     if num_sampled < 1 or (unique and num_sampled > range_max):
@@ -303,29 +386,41 @@ def log_uniform_candidate_sampler(
             "classes; it must be at least 1, and at most the number of classes if they are "
             "to be unique"
         )
-    tries: Any = num_sampled
-    if unique:
-        sampled, tries = _draw_unique(key, num_sampled, range_max)
-    else:
-        sampled = _draw(key, num_sampled, range_max)
+
+
+def _candidates(
+    true_classes: jax.Array,
+    chance: Callable[[jax.Array], jax.Array],
+    unique: bool,
+    key: jax.Array,
+    *how: Any,
+) -> Candidates:
+    """Draws; ``how`` are the arguments of ``_draw``, and each class has a ``chance``."""
+    sampled, tries = _draw_unique(key, *how) if unique else (_draw(key, *how), how[0])
 
     def expected(classes: jax.Array) -> jax.Array:
-        classes = classes.astype(jnp.float32)
-        chance = jnp.log1p(1 / (classes + 1)) / math.log(range_max + 1)
-        return -jnp.expm1(tries * jnp.log1p(-chance)) if unique else tries * chance
+        p = chance(classes)
+        return -jnp.expm1(tries * jnp.log1p(-p)) if unique else tries * p
 
-    classes = as_ids(true_classes, caller, "true_classes")
-    return Candidates(sampled, expected(classes), expected(sampled))
+    return Candidates(sampled, expected(true_classes), expected(sampled))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
-    """``[count]`` int32, log-uniform.
+def _draw(
+    key: jax.Array, count: int, range_max: int, weights: jax.Array | None = None
+) -> jax.Array:
+    """``[count]`` int32, log-uniform, or by weights ``[range_max]``.
 
     ``k + 1`` is log-uniform in ``[1, N + 1)``: all octaves (powers of two) are equally
     likely, and within one the logarithm is uniform. Drawing the two separately keeps all
     bits of the fraction; bits below the precision of a float are drawn uniformly.
     """
+    if weights is not None:
+        high, low = jax.random.bits(key, (2, count), jnp.uint32)
+        with jax.enable_x64(True):  # sums of 32 bits would lose the rare classes of many
+            sums = jnp.cumsum(weights.astype(jnp.float64))
+            share = (high + low.astype(jnp.float64) * 2.0**-32) * 2.0**-32
+            return jnp.searchsorted(sums, share * sums[-1], "right").astype(jnp.int32)
     which, where, low = jax.random.split(key, 3)
     octaves = math.log2(range_max + 1)
     octave = jnp.floor(jax.random.uniform(which, (count,)) * octaves).astype(jnp.int32)
@@ -342,16 +437,21 @@ def _draw(key: jax.Array, count: int, range_max: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw_unique(key: jax.Array, count: int, range_max: int) -> tuple[jax.Array, jax.Array]:
+def _draw_unique(
+    key: jax.Array, count: int, range_max: int, weights: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The first ``count`` different classes of a sequence of draws, and its length."""
+    possible: Any = count
+    if weights is not None:
+        possible = jnp.minimum(count, jnp.sum(weights > 0, dtype=jnp.int32))
 
     def more(state: _Draws) -> jax.Array:
-        return state[2] < count
+        return state[2] < possible
 
     def draw(state: _Draws) -> _Draws:
         key, chosen, _, tries = state
         key, now = jax.random.split(key)
-        pool = jnp.concatenate([chosen, _draw(now, count, range_max)])
+        pool = jnp.concatenate([chosen, _draw(now, count, range_max, weights)])
         ordered, positions = sort_ids(pool)
         fresh = starts_of_runs(ordered)
         first = jnp.zeros_like(fresh).at[positions].set(fresh, unique_indices=True)

@@ -92,6 +92,11 @@ def as_ids(ids: ArrayLike, caller: str, name: str = "ids") -> jax.Array:
         help = f"cast them: {name}.astype('int32')"
         if dtype == np.bool_:
             help = f"of a mask take np.flatnonzero(mask) for {name}"
+        if foreign:
+            help = (
+                "jslices.dynamic gives strings rows; TensorFlow hashes them, [farmhash."
+                "fingerprint64(x) % V for x in words] of `pip install pyfarmhash`"
+            )
         raise TypeError(
             f"{caller} wants integer {name}, got {dtype}{list(array.shape)}; {help}"
         )

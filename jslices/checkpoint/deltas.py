@@ -58,8 +58,8 @@ def delta_part(
 ) -> tuple[Part, dict[str, str]]:
     """The contents of a delta, and the names of the tensors with row numbers, by table.
 
-    A variable whose changed rows are not known, or which the base does not hold with this
-    dtype and shape, is held whole.
+    A variable whose changed rows are not known, or take no fewer bytes than it, or which
+    the base does not hold with this dtype and shape, is held whole.
     """
     if touched is None:
         changed = {n: _changed_rows(n, leaf, base) for n, leaf in leaves.items()}
@@ -68,16 +68,17 @@ def delta_part(
     part: Part = {}
     row_names: dict[str, str] = {}
     for name, leaf in leaves.items():
-        rows = changed.get(name)
+        part[name], rows = leaf.tensor(), changed.get(name)
         if rows is None or not leaf.spec.is_like(base.specs.get(name)):
-            part[name] = leaf.tensor()
+            continue
+        values, numbers = leaf.rows_tensor(rows), as_leaf("rows", rows.numbers).tensor()
+        if values.num_bytes + numbers.num_bytes >= part[name].num_bytes:
             continue
         row_name = f"{name}@rows"
         while row_name in leaves:
             row_name += "_"
         row_names[name] = row_name
-        part[name] = leaf.rows_tensor(rows)
-        part[row_name] = as_leaf("rows", rows.numbers).tensor()
+        part[name], part[row_name] = values, numbers
     return part, row_names
 
 

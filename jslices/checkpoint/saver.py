@@ -238,7 +238,8 @@ class Saver:
             of a table; slices and :func:`jslices.lookup_ids` as many as their
             ``row_axes``, and a mask ``[L, V]`` the first two. Rows that an exact optimizer
             has moved besides are added, if its state is among the variables. Variables that
-            are not mentioned are saved whole. None compares all variables with the base.
+            are not mentioned are saved whole, and such whose rows and their numbers would
+            take no fewer bytes. None compares all variables with the base.
 
         Returns:
           The path of the delta, for :meth:`restore`.

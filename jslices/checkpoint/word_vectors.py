@@ -104,6 +104,8 @@ def load_word_vectors(
         raise NotFoundError(f"{path}: no such file") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataLossError(f"{path} cannot be decompressed: {error}") from error
+    if sizes and count == total + 1 and word == b"<unk>":
+        count = total  # GloVe's -write-header counts all words but this one
     if sizes and count != min(total, limit or total):
         raise DataLossError(f"{path} holds {count:,} rows, not {total:,}")
     vectors = np.frombuffer(data, "<f4").reshape(len(words), dim)

@@ -204,7 +204,12 @@ class StackedTables:
         return rows
 
     def rows(
-        self, ids: ArrayLike, which: str | ArrayLike | None = None, *, mode: str = "fill"
+        self,
+        ids: ArrayLike,
+        which: str | ArrayLike | None = None,
+        *,
+        padding_id: int | None = None,
+        mode: str = "fill",
     ) -> jax.Array:
         """Row numbers in the array of all tables, of ids of single tables.
 
@@ -216,6 +221,8 @@ class StackedTables:
             shape that broadcasts to that of ``ids``; or None for ids ``[..., T]``, those of
             table t at place t of the last axis. For padded bags ``[B, T, L]``:
             ``np.arange(T)[:, None]``.
+          padding_id: ids that are it, of any table, become -1 in every mode, for
+            ``padding_id=-1`` of the lookup.
           mode: what an id does that is not a row of *its* table, as in
             :func:`jslices.embedding_lookup`; it never means a row of another table. By
             default it is out of range of the array: V, or a negative number where the id is
@@ -231,6 +238,10 @@ class StackedTables:
         """
         extend.check_mode(mode, "rows")
         numbers = extend.as_ids(ids, "rows")
+        if padding_id is not None:
+            padding = extend.is_padding(ids, numbers, padding_id)
+            rows = self.rows(jnp.where(padding, 0, numbers), which, mode=mode)
+            return jnp.where(padding, jnp.asarray(-1, rows.dtype), rows)
         if isinstance(which, str):
             self._check_names([which], "rows")
             return self._rows_of(which, ids, numbers, mode, "rows")

@@ -82,8 +82,9 @@ _ADVICE = {
     "dynamic_rnn": "jax.lax.scan, over the steps of the sequence",
     "exponential_decay": "optax.exponential_decay(rate, decay_steps, decay_rate)",
     "fixed_unigram_candidate_sampler learned_unigram_candidate_sampler "
-    "uniform_candidate_sampler": "draw with jax.random, and pass sampled_values=(drawn, "
-    "expected count of each true class, of each drawn one); docs/recipes.md does it",
+    "uniform_candidate_sampler": "pass sampled_values=jslices."
+    "fixed_unigram_candidate_sampler(true_classes, num_sampled, range_max, key=key, "
+    "unigrams=counts), with counts of the batches so far, or equal ones",
     "fill": "jax.numpy.full(dims, value)",
     "floor_div floordiv": "x // y",
     "gather_nd": "x[tuple(jax.numpy.moveaxis(indices, -1, 0))]",

@@ -24,7 +24,7 @@ from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten, takes_tables
 from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
-from jslices._slices import IndexedSlices, deduplicated, is_slices
+from jslices._slices import IndexedSlices, deduplicated, is_slices, slices_of
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, StateOfRows, is_leaf
@@ -163,7 +163,8 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
 
     Args:
       t: an array ``[V, *D]``, or IndexedSlices with values ``[K, *D]``.
-      max_norm: the limit, ``[]``.
+      max_norm: the limit, ``[]``, or one for each row: ``[V]`` of an array, ``[K]`` of
+        slices, where those of a row's entries add up, as the entries do.
 
     Returns:
       An array or slices, as ``t``. A row that holds NaN or an infinity becomes NaN, the
@@ -183,12 +184,22 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     same as a transformation.
     """
     name = "clip_rows_by_norm"
-    limit = check_limit(name, "max_norm", max_norm, single=True)
+    limit = check_limit(name, "max_norm", max_norm)
     t = norms.one_leaf(t, name)
     if t.ndim == 0:
         raise ValueError(f"{name} wants rows [V, *D], got a scalar")
     first = t.indices.ndim - 1 + t.row_axes if is_slices(t) else 1
-    return _clip_over(t, limit, name=name, axes=tuple(range(first, t.ndim)))
+    if limit.ndim:
+        rows = t.indices.shape if is_slices(t) else t.shape[:1]
+        if limit.shape != rows:
+            raise ValueError(
+                f"{name} wants max_norm [], or {list(rows)} for each row, got {limit.shape}"
+            )
+        if is_slices(t):
+            limits = slices_of(limit, t.indices, t.shape[: t.row_axes], t.facts)
+            t, limit = t.coalesce(), limits.coalesce().values
+        limit = limit.reshape(*limit.shape, *(1,) * (norms.values_of(t).ndim - limit.ndim))
+    return _clip_over(t, limit, name=name, axes=tuple(range(first, t.ndim)), by_row=True)
 
 
 @takes_tables(like=0)
@@ -424,14 +435,21 @@ def shrunk(x: Leaf, norm: jax.Array, limit: jax.Array) -> Any:
 
 @one_program
 def _clip_over(
-    t: Leaf, limit: jax.Array, *, name: str, axes: tuple[int, ...] | None
+    t: Leaf,
+    limit: jax.Array,
+    *,
+    name: str,
+    axes: tuple[int, ...] | None,
+    by_row: bool = False,
 ) -> Any:
-    """``t`` with each norm over ``axes`` at most ``limit``."""
+    """``t`` with each norm over ``axes`` at most ``limit``; ``by_row`` it fits already."""
     (t,) = norms.coalesced_leaves(name, t)
     if isinstance(t, IndexedSlices) and axes is not None and t.row_axes > 1:
         axes = _axes_of_values(name, t, axes)
     norm = norms.safe_sqrt(norms.sum_of_squares(norms.values_of(t), axes, keepdims=True))
-    return shrunk(t, norm, _fitting(name, "clip_norm", limit, t, dtype=norm.dtype))
+    if not by_row:
+        limit = _fitting(name, "clip_norm", limit, t, norm.dtype)
+    return shrunk(t, norm, limit.astype(norm.dtype))
 
 
 def _axes_of_values(name: str, t: IndexedSlices, axes: tuple[int, ...]) -> tuple[int, ...]:
