@@ -525,7 +525,7 @@ WARNS = {
     "carried": (
         LARGE,
         lambda t: lax.scan(lambda sum, row: (sum + row, sum * row), t[0], t)[1][IDS],
-        "before this step",
+        "outside",
     ),
     "elements": (LARGE, lambda t: t[IDS, jnp.array([0, 1, 1, 2])], "t[i * n + j]"),
     "columns": (LARGE, lambda t: t[:, IDS % D], WHOLE),
