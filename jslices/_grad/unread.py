@@ -5,7 +5,7 @@ inside a ``while`` loop or a solver, and a product with a weighted one-hot array
 elements of an array, but the gradient is dense. The search follows the elements of an array
 through steps that move or scale them, or compare them with numbers of the same array
 (``log_softmax``), and into called programs, until ids pick some; and what was computed from
-one array and constants alone, in any way but products (``jax.lax.map``, ``top_k``).
+one array and constants alone, in any way but products (loops, sorts of pairs).
 """
 
 import operator
