@@ -541,6 +541,11 @@ WARNS = {
     "smoothed": (LARGE, lambda t: (one_hot(IDS, t) * 0.9 + 0.1) @ t, WEIGHED),
     "masked": (LARGE, lambda t: jnp.where(M, one_hot(IDS, t), 0.0) @ t, WEIGHED),
     "words": (LARGE, lambda t: one_hot(FIELD_IDS, t).sum(1) @ t, WEIGHED),
+    "narrow_ids": (
+        LARGE,
+        lambda t: jax.nn.one_hot(IDS.astype("uint8"), len(t)) @ t,
+        WEIGHED,
+    ),
     "added_row": (LARGE, lambda t: t.at[IDS[0]].add(1.0)[IDS], "before this step"),
     "added_row_in_a_branch": (
         LARGE,

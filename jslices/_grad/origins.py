@@ -111,14 +111,19 @@ class Origins:
     def _compared(self, eqn: Equation) -> OneHot | None:
         """``numbers[..., None] == jnp.arange(V)``."""
         for counts, numbers in (eqn.invars, eqn.invars[::-1]):
-            axis = self._counts_along(counts)
+            axis = self._counts_along(counts, wraps=True)
             if axis is None or self.is_fixed(numbers) or axis in self.axes(numbers):
                 continue
+            if self._counts_along(counts) is None:  # of uint8, say: several rows an id
+                return OneHot(axis)
             return OneHot(axis, numbers, functools.partial(_one_along, axis))
         return None
 
-    def _counts_along(self, atom: Atom) -> int | None:
-        """The axis along which an array is 0, 1, 2, ..., which its dtype can hold."""
+    def _counts_along(self, atom: Atom, wraps: bool = False) -> int | None:
+        """The axis along which an array is 0, 1, 2, ..., which its dtype can hold.
+
+        With ``wraps`` they may begin anew where it cannot.
+        """
         eqn, shape = self._maker(atom), _jax.shape_of(atom)
         if eqn is None or not jnp.issubdtype(atom.aval.dtype, jnp.integer):
             return None
@@ -127,18 +132,18 @@ class Origins:
         if name == "iota":
             axis = eqn.params["dimension"]
         elif name == "convert_element_type":
-            axis = self._counts_along(eqn.invars[0])
+            axis = self._counts_along(eqn.invars[0], wraps)
         elif name == "broadcast_in_dim":
-            inner = self._counts_along(eqn.invars[0])
+            inner = self._counts_along(eqn.invars[0], wraps)
             dims = eqn.params["broadcast_dimensions"]
             axis = None if inner is None else int(dims[inner])
-        elif name == "reshape" and self._counts_along(eqn.invars[0]) is not None:
+        elif name == "reshape" and self._counts_along(eqn.invars[0], wraps) is not None:
             longer = [i for i, size in enumerate(shape) if size != 1]
             inner = len([n for n in _jax.shape_of(eqn.invars[0]) if n != 1])
             axis = longer[0] if len(longer) == inner == 1 else None
         if axis is None:
             return None
-        fits = is_below(1, shape[axis]) and is_below(shape[axis], most + 1)
+        fits = is_below(1, shape[axis]) and (wraps or is_below(shape[axis], most + 1))
         return axis if fits else None
 
     def _called(self, eqn: Equation, one_hots: dict[Any, OneHot]) -> OneHot | None:
