@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors
 from helpers import slow_unless
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -394,6 +396,33 @@ def test_evicted_ids_leave_their_rows_and_show_in_what_a_server_needs():
     ids, out = ids.admit(dynamic.wide_ids([7]))
     changed = dict(zip(*(x.tolist() for x in ids.export(since)[::-1]), strict=True))
     assert changed == {rows[9]: -1, rows[7]: 7}
+
+
+def test_rows_that_a_flush_moved_are_in_a_delta_and_not_in_the_export(tmp_path):
+    """What a server needs under an exact optimizer, as the page says."""
+    tx, ids = EXACT["adam"][0], dynamic.id_map(64)
+    params = {"table": jnp.zeros((ids.num_rows, 4)), "w": W}
+    state, step, labels = tx.init(params), jax.jit(keyed_step(tx)), jnp.ones(3)
+    ids, params, state, _ = step(ids, params, state, dynamic.wide_ids([7, 8, 9]), labels)
+    params, state = tx.flush(params, state)
+    saver, served, since = js.Saver(), np.array(params["table"]), int(ids.step)
+    saver.save({"params": params, "state": state}, tmp_path / "m", 0)
+    for _ in range(3):
+        ids, params, state, _ = step(
+            ids, params, state, dynamic.wide_ids([10, 11, 12]), labels
+        )
+    params, state = tx.flush(params, state)
+    wanted, by_export = np.asarray(params["table"]), served.copy()
+    seen = ids.export(since)[1]
+    by_export[seen] = wanted[seen]
+    assert np.abs(by_export - wanted).max() > 0.05
+    delta = saver.save_delta({"params": params, "state": state}, tmp_path / "m", 1)
+    with safetensors.safe_open(delta, "np") as file:
+        about = json.loads(file.metadata()["jslices"])["delta"]
+        rows = file.get_tensor(about["rows"]["params/table"])
+        assert 6 <= len(rows) < len(served)
+        served[rows] = file.get_tensor("params/table")
+    np.testing.assert_array_equal(served, wanted)
 
 
 def test_least_worthy_owners_go_first():

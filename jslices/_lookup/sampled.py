@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -389,11 +389,7 @@ def _check_numbers(caller: str, num_sampled: int, range_max: int, unique: bool) 
 
 
 def _candidates(
-    true_classes: jax.Array,
-    chance: Callable[[jax.Array], jax.Array],
-    unique: bool,
-    key: jax.Array,
-    *how: Any,
+    true_classes: jax.Array, chance: Any, unique: bool, key: jax.Array, *how: Any
 ) -> Candidates:
     """Draws; ``how`` are the arguments of ``_draw``, and each class has a ``chance``."""
     sampled, tries = _draw_unique(key, *how) if unique else (_draw(key, *how), how[0])
