@@ -11,6 +11,7 @@ each, by turns in one run, and their ratio.
 
 import argparse
 import importlib.metadata
+import os
 import pathlib
 import re
 import statistics
@@ -25,6 +26,7 @@ import optax
 
 import jslices as js
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # its default is TensorFlow
 DIM, IDS, RATE = 32, 512, 1e-2
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "trainers.md"
 
@@ -345,13 +347,15 @@ def compared(make, height, steps=20, turns=0):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("trainers", nargs="*", default=[*TRAINERS], choices=[*TRAINERS])
+    parser.add_argument("trainers", nargs="*", metavar="trainer", help=", ".join(TRAINERS))
     parser.add_argument("--rows", type=float, default=3e5)
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
+    if unknown := {*args.trainers} - {*TRAINERS}:
+        parser.error(f"there are {', '.join(TRAINERS)}, got {', '.join(unknown)}")
     warnings.simplefilter("ignore")
     print(f"jax {jax.__version__}, {args.rows:,.0f} rows of {DIM}")
-    for name in args.trainers:
+    for name in args.trainers or TRAINERS:
         make, library = TRAINERS[name]
         try:
             importlib.import_module(library)

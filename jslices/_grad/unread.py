@@ -33,16 +33,14 @@ class Provenance(NamedTuple):
     """Which leaves a variable comes from, by their numbers."""
 
     elements: frozenset[int] = frozenset()  # the leaves whose elements it holds
-    depends_on: frozenset[int] = (
-        frozenset()
-    )  # it is computed from these and constants alone
+    #: It is computed from these and constants alone.
+    depends_on: frozenset[int] = frozenset()
 
     @property
     def looked_up(self) -> frozenset[int]:
         """The leaves that ids look up in it, or in what was made of one as a whole."""
-        return self.elements or (
-            self.depends_on if len(self.depends_on) == 1 else frozenset()
-        )
+        alone = self.depends_on if len(self.depends_on) == 1 else frozenset()
+        return self.elements or alone
 
 
 _UNRELATED = Provenance()
@@ -71,11 +69,11 @@ class _UnreadSearch(ProgramWalk[Provenance]):
     def equation(
         self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
     ) -> Sequence[Provenance]:
-        depends_on = Provenance(depends_on=_depends_on(eqn, operands, scope.origins))
+        unfollowed = Provenance(depends_on=_depends_on(eqn, operands, scope.origins))
         if not any(x.looked_up for x in operands) or not scope.passes_gradient(eqn):
-            return [depends_on] * len(eqn.outvars)
+            return [unfollowed] * len(eqn.outvars)
         outputs = super().equation(eqn, operands, scope)
-        return [depends_on if x is _UNRELATED else x for x in outputs]
+        return [unfollowed if x is _UNRELATED else x for x in outputs]
 
     def step(
         self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
