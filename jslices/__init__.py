@@ -104,6 +104,7 @@ from jslices.optim.transforms.per_example import (
 from jslices.optim.transforms.per_example import per_example_norms as per_example_norms
 from jslices.optim.transforms.rows import mask_rows as mask_rows
 from jslices.optim.transforms.rows import project_rows as project_rows
+from jslices.optim.transforms.train_step import eval_step as eval_step
 from jslices.optim.transforms.train_step import train_step as train_step
 
 if _t.TYPE_CHECKING:

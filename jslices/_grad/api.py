@@ -22,8 +22,6 @@ from jslices._grad.explain import hint_smaller, report_dense
 from jslices._grad.nnx import value_and_grad_of_states
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import (
-    NO_PREFETCH,
-    Prefetched,
     SlotTree,
     gradients_of,
     run_planned,
@@ -191,25 +189,29 @@ def differentiated(
     call: UserCall,
     planned: Planned,
     holomorphic: bool = False,
-    taken: Prefetched = NO_PREFETCH,
     wants_value: bool = True,
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments.
 
-    No row is read of the leaves whose rows are ``taken`` already. What is wanted is
-    computed before the rows of a gradient.
+    What is wanted is computed before the rows of a gradient.
     """
-    value, pullback, aux = _linearize(call, planned, taken)
+    value, pullback, aux = _linearize(call, planned)
     grads = pullback(_seed(value, holomorphic))
-    # Rows that were taken are numbered already, as the step will number them.
-    by_values = lambda i: (i, True) in taken or not wants_value  # noqa: E731
     result = value if wants_value else None
-    (result, aux), grads = _in_order((result, aux), grads, by_values)
+    (result, aux), grads = _in_order((result, aux), grads, by_values=not wants_value)
     return result if wants_value else value, aux, grads
 
 
+def evaluated(call: UserCall, planned: Planned) -> Any:
+    """The aux of a planned call, without a gradient."""
+    operands = [*call.primals, *call.inputs]
+    with without_dense_warning():
+        flat, _ = run_planned(planned, operands, slots_for(planned.plan))
+    return planned.outputs.aux(flat[planned.outputs.num_results :])
+
+
 def _in_order(
-    returned: Any, grads: Any, by_values: Callable[[int], bool]
+    returned: Any, grads: Any, by_values: bool
 ) -> tuple[Any, Any]:
     """Both, but no row of a gradient before all else is computed.
 
@@ -224,12 +226,12 @@ def _in_order(
         return returned, grads
     # All values would be copied; the first of each table's is as late as the others.
     first = lambda x: x[(0,) * x.ndim] if x.size else jnp.zeros(())  # noqa: E731
-    late = [first(g.values) if by_values(i) else g.indices for i, g in rows.items()]
+    late = [first(g.values) if by_values else g.indices for g in rows.values()]
     every = access.at_once([*arrays.values(), *late])
     for i, x in zip(arrays, every, strict=False):
         outputs[i] = x
     for (i, g), x in zip(rows.items(), every[len(arrays) :], strict=True):
-        if by_values(i):
+        if by_values:
             values = jnp.where(x.real > jnp.inf, jnp.zeros((), g.dtype), g.values)
             leaves[i] = g.later(values, g.indices)
         else:
@@ -281,7 +283,7 @@ def vjp(
 
 
 def _linearize(
-    call: UserCall, planned: Planned, taken: Prefetched = NO_PREFETCH
+    call: UserCall, planned: Planned
 ) -> tuple[Any, Callable[[Any], Any], Any]:
     """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
 
@@ -295,10 +297,7 @@ def _linearize(
             hint_smaller(planned, i)
     kinds = tuple(planned.kind(i) for i in range(len(call.primals)))
     dense = [x for x, kind in zip(call.primals, kinds, strict=True) if kind == "dense"]
-    every_slot = slots_for(planned.plan, taken)
-    # Those that a gradient comes into; the others are rows that were taken.
-    only = lambda x, slot: slot if x.graded else None  # noqa: E731
-    slots = jax.tree.map(only, planned.plan, every_slot)
+    slots = slots_for(planned.plan)
 
     def of_slots(dense: list[jax.Array], slots: SlotTree) -> tuple[Any, Any]:
         left = iter(dense)
@@ -306,9 +305,7 @@ def _linearize(
             next(left) if kind == "dense" else x
             for x, kind in zip(call.primals, kinds, strict=True)
         ]
-        pick = lambda x, slot, rows: slot if x.graded else rows  # noqa: E731
-        slots = jax.tree.map(pick, planned.plan, slots, every_slot)
-        flat, indices = run_planned(planned, primals, slots, taken)
+        flat, indices = run_planned(planned, [*primals, *call.inputs], slots)
         num_results = planned.outputs.num_results
         return flat[:num_results], (flat[num_results:], indices)
 

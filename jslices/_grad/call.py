@@ -8,7 +8,9 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -63,33 +65,36 @@ class UserCall:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         has_aux: bool,
+        inputs: Sequence[int] = (),
     ) -> None:
         self._fun, self._has_aux = fun, has_aux
         self._chosen = chosen = chosen_arguments(argnums, args)
         #: True where ``argnums`` is one number, and gradients mirror that argument.
         self.single = np.ndim(argnums) == 0
         self.primals, self.tree = jax.tree.flatten(tuple(args[i] for i in chosen))
-        # Arrays that are only described (`explain` accepts ones that do not exist) become
-        # inputs of the program; everything else is a constant of it.
+        # Arrays that are only described (`explain` accepts ones that do not exist), and the
+        # arguments `inputs`, become inputs of the program; all else is a constant of it.
         self._others = [None if i in chosen else x for i, x in enumerate(args)], kwargs
-        self._rest, self._rest_tree = jax.tree.flatten(self._others)
-        self._described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
+        paths, self._rest_tree = jax.tree_util.tree_flatten_with_path(self._others)
+        self._rest = [x for _, x in paths]
+        described = [isinstance(x, jax.ShapeDtypeStruct) for x in self._rest]
+        #: True if something besides the differentiated arrays is only described.
+        self.is_described = any(described)
+        of_inputs = [path[0].idx == 0 and path[1].idx in inputs for path, _ in paths]
+        self._is_input = list(map(operator.or_, described, of_inputs))
+        self.inputs = list(itertools.compress(self._rest, self._is_input))
 
-    def at(self, *args: Any) -> "UserCall":
-        """The same call with other values of the differentiated arguments."""
+    def at(self, arguments: PyTree, inputs: PyTree) -> "UserCall":
+        """The same call with other values of the differentiated argument, and inputs."""
         new = copy.copy(self)
-        new.primals = self.tree.flatten_up_to(args)
+        new.primals = self.tree.flatten_up_to((arguments,))
+        new.inputs = jax.tree.leaves(inputs)
         return new
 
     def mirror(self, leaves: Iterable[Any]) -> Any:
         """The differentiated argument, or the tuple of them, with other leaves."""
         arguments = self.tree.unflatten(leaves)
         return arguments[0] if self.single else arguments
-
-    @property
-    def is_described(self) -> bool:
-        """True if something besides the differentiated arrays is only described."""
-        return any(self._described)
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -127,10 +132,10 @@ class UserCall:
             left = iter(inputs)
             chosen = self.tree.unflatten([next(left) for _ in self.primals])
             rest, kwargs = self._others  # the objects themselves: they may be changed
-            if self.is_described:
+            if self.inputs:
                 rest, kwargs = self._rest_tree.unflatten(
-                    next(left) if described else x
-                    for x, described in zip(self._rest, self._described, strict=True)
+                    next(left) if is_input else x
+                    for x, is_input in zip(self._rest, self._is_input, strict=True)
                 )
             args = list(rest)
             for i, arg in zip(self._chosen, chosen, strict=True):
@@ -146,12 +151,11 @@ class UserCall:
             structures.append(Outputs(out_tree, len(results), aux_tree, fixed))
             return [*results, *arrays]
 
-        described = [x for x, d in zip(self._rest, self._described, strict=True) if d]
         # JAX's errors name what a function wraps.
         wrapped = {"__wrapped__": _definition(self._fun)}
         vars(flat).update(wrapped, __signature__=inspect.signature(flat))
         try:
-            program = jax.make_jaxpr(flat)(*self.primals, *described)
+            program = jax.make_jaxpr(flat)(*self.primals, *self.inputs)
         except _NEEDS_VALUES as error:
             error.add_note(
                 "jslices differentiates a function as jax.jit compiles it, traced, without "

@@ -76,6 +76,7 @@ class Site:
     source: Source | None
     by_ids: bool  # False for rows whose numbers are constants, ``table[5:8]``
     packed: int  # how many of the rows that are read a row of the leaf holds
+    at_now: bool  # whether they are read as they are now, after missed steps
     #: Whether a gradient may come into them. Others have no cotangent slot, and are in the
     #: plan for those who want to know what is read.
     graded: bool
@@ -150,6 +151,11 @@ class Planned(NamedTuple):
             for i, v in zip(range(len(self.leaves)), self.program.invars, strict=False)
             if v in used and self.kind(i) == "dense"
         }
+
+    @property
+    def whole_lines(self) -> dict[int, str]:
+        """Where leaves are used as a whole though no gradient comes in there."""
+        return {i: _jax.user_line(x.source) for i, x in self.no_grad.items()}
 
     def triggers_warning(self, leaf: int) -> bool:
         """True if a leaf is looked up, or forced to rows, and its gradient is dense.
@@ -374,6 +380,7 @@ class Planner(ViewWalk):
                 source=source,
                 by_ids=by_ids,
                 packed=read.packed,
+                at_now=table.now is not None,
                 graded=graded,
             )
             self.plan.append(site)

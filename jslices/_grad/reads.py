@@ -9,7 +9,7 @@ matrices in products.py. A :class:`Reader` goes from the rows of a view to those
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +90,8 @@ class RowRead:
 
     @property
     def is_direct(self) -> bool:
-        """True if it reads rows of a table, and an id in range is good."""
-        return isinstance(self.view, TableView) and self.good is None
+        """True if it reads rows of a table as it is, and an id in range is good."""
+        return is_plain(self.view) and self.good is None
 
     def output(
         self, operands: Values, take: Take, plainly: Plainly, near: bool = False
@@ -175,7 +175,7 @@ class Reader:
             there_are_none = value is None or ids.read is None
             return None if there_are_none else take_rows(value, ids.read, mode="clip")
         # Whatever array a table is by now, its rows are those of the leaf.
-        key = (value.leaf if isinstance(value, TableView) else value, ids.name)
+        key = (value.leaf if is_plain(value) else value, ids.name)
         if key not in self._rows:
             self._rows[key] = self._compute(value, ids)
         return self._rows[key]
@@ -186,6 +186,11 @@ class Reader:
         reader = self._without_slots if isinstance(view, Unslotted) else self
         parts = [reader.rows(part, at) for part, at in view.parts(ids)]
         return None if ids.read is None else view.combine(parts, ids)
+
+
+def is_plain(view: View) -> TypeGuard[TableView]:
+    """Whether it is a table as it is."""
+    return isinstance(view, TableView) and view.now is None
 
 
 def reads_of(view: View) -> list[tuple[TableView, bool]]:

@@ -19,8 +19,11 @@ from jax.extend.core import Primitive
 from jax.lax import GatherScatterMode as Mode
 
 from jslices import _jax
+from jslices._grad.now import now_p
 from jslices._grad.views import (
     Keyed,
+    Now,
+    Repeated,
     Replaced,
     Rowwise,
     Stacked,
@@ -28,6 +31,7 @@ from jslices._grad.views import (
     TableView,
     Transposed,
     Unpacked,
+    Unslotted,
     Values,
     View,
     flat,
@@ -698,6 +702,29 @@ def _same_rows(eqn: Equation, operands: Values, lead: int) -> Result:
 
 
 RULES[mark_p] = RULES[row_major_p] = _same_rows
+
+
+def _as_now(eqn: Equation, operands: Values, lead: int) -> Result:
+    """A table after the steps that its rows missed, or another view of one."""
+    view, *others = operands
+    views = [1 + i for i, x in enumerate(others) if isinstance(x, View)]
+    if views or not isinstance(view, View):
+        return NeedsWhole(views)
+    count = eqn.params["count"]
+    params = tuple(sorted(eqn.params.items()))
+    now = Now(params, tuple(others[:count]), tuple(others[count:]))
+
+    def through(view: View) -> View | None:
+        if isinstance(view, TableView) and view.now is None:
+            return dataclasses.replace(view, now=now)
+        inner = through(view.inner) if isinstance(view, Repeated | Unslotted) else None
+        return inner and dataclasses.replace(view, inner=inner)
+
+    table = through(view)
+    return None if table is None else [table]
+
+
+RULES[now_p] = _as_now
 
 
 @rule_for("call_hi_primitive")

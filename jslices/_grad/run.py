@@ -3,9 +3,8 @@
 import contextlib
 import functools
 import itertools
-import math
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,12 +39,6 @@ from jslices._typing import Aval
 SlotTree = list[Any]
 IndexTree = list[Any]
 
-#: By the number of a leaf ``[V, *D]``, and whether a gradient comes in, rows ``[K, *D]``,
-#: those of all its reads in the order of the plan; anything where an id is out of range.
-Prefetched = Mapping[tuple[int, bool], jax.Array]
-
-NO_PREFETCH: Prefetched = {}
-
 #: From so many equal equations on, linearizing one function for all takes less time (twelve
 #: layers: 0.6 of the time to trace them, jax 0.10.2).
 MANY_ALIKE = 3
@@ -55,18 +48,16 @@ def run_planned(
     planned: Planned,
     primals: Sequence[Any],
     slots: SlotTree,
-    taken: Prefetched = NO_PREFETCH,
     every: bool = False,
 ) -> tuple[Values, IndexTree]:
     """The outputs of the traced call, and the row numbers of its reads.
 
     They are those of gradients, and None for what gets none; or, of ``every`` read, those
-    of the rows that are read. These are the ones of leaves whose rows are ``taken``, too:
-    a row that an id out of range reads has a gradient of zeros.
+    of the rows that are read: a row that an id out of range reads, too.
     """
     leaves = planned.sparse_leaves
     operands = [leaves[i].view(i, x) if i in leaves else x for i, x in enumerate(primals)]
-    runner = Runner(planned.plan, slots, leaves, planned.eager, taken, every)
+    runner = Runner(planned.plan, slots, leaves, planned.eager, every)
     needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
     outputs = runner.program(planned.program, operands, needs_grad)
     arrays = (runner.whole(value, None) for value in outputs)
@@ -89,27 +80,17 @@ def without_dense_warning() -> Iterator[None]:
 
 # JAX insists that the cotangent of an array has the shape of the array, so a table cannot
 # get slices. Therefore a *cotangent slot* is added to the rows of a read: zeros of their
-# shape. Its cotangent is the row gradient, and the table gets none. Rows that were taken
-# before the call are the slot themselves.
+# shape. Its cotangent is the row gradient, and the table gets none.
 
 
-def slots_for(
-    plan: SiteTree, taken: Prefetched = NO_PREFETCH, every: bool = False
-) -> SlotTree:
-    """The cotangent slots of all reads; those of rows that are ``taken`` hold them.
-
-    None for what gets no gradient and was not taken, unless ``every`` read has one.
-    """
-    left = dict(taken)
+def slots_for(plan: SiteTree, every: bool = False) -> SlotTree:
+    """The cotangent slots of all reads; None for what gets no gradient, unless ``every``
+    read has one."""
 
     def slot(site: Site) -> jax.Array | None:
-        executions, kind = (*site.loops, site.entries), (site.leaf, site.graded)
-        shape = (*executions, *site.table_shape[1:])
-        if kind in left:
-            rows, left[kind] = jnp.split(left[kind], [math.prod(executions)])
-            return rows.reshape(shape)
         if not (site.graded or every):
             return None
+        shape = (*site.loops, site.entries, *site.table_shape[1:])
         zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
         return _jax.as_varying(zeros, site.varying)
 
@@ -131,7 +112,7 @@ def _gradient_of(site: Site, values: jax.Array, indices: jax.Array) -> IndexedSl
     """The gradient of one read, its executions joined."""
     shape = (site.table_shape[0], *values.shape[indices.ndim :])
     values, indices = boundary.restore_sharding((values, indices), site.split)
-    facts = Facts(packed=site.packed)
+    facts = Facts(packed=site.packed, at_now=site.at_now)
     if site.exchange is not None:
         facts = facts._replace(placement=site.exchange.placement)
         return slices_of(values, indices, shape, facts)._flattened()
@@ -182,11 +163,9 @@ class Runner(ViewWalk):
         slots: SlotTree,
         leaves: dict[int, LeafSpec],
         eager: bool = False,
-        taken: Prefetched = NO_PREFETCH,
         every: bool = False,
     ) -> None:
-        self.eager = eager
-        self._taken, self._every = taken, every
+        self.eager, self._every = eager, every
         self._leaves = leaves
         self._body = _Body(plan, slots)
         self._rows: jax.Array | None = None  # of the last read
@@ -245,9 +224,7 @@ class Runner(ViewWalk):
             if record.dtype != site.index_dtype:
                 record = canonical_indices(record, table.shape[0]).astype(site.index_dtype)
             split, slot = boundary.shardings_of(slot), boundary.drop_sharding(slot)
-            if (site.leaf, True) in self._taken:
-                rows = slot
-            elif site.exchange is None:
+            if site.exchange is None:
                 rows = gathered_once(table.take(ids.read, mode, fill_value))
                 rows = slotted_p.bind(rows, slot)
             else:
@@ -262,9 +239,8 @@ class Runner(ViewWalk):
         mesh = boundary.explicit_mesh([aval, *tables])
         with boundary.with_auto_axes(mesh):
             if slotted:
-                near = self._every or any((x, True) in self._taken for x in read.leaves)
                 values = boundary.drop_sharding(values)
-                rows = read.output(values, take, self._plainly, near)
+                rows = read.output(values, take, self._plainly, near=self._every)
             elif (rows := self._without_slots(read, values)) is None:
                 return None
         split = boundary.shardings_of(tables[0] if aval is None else aval)
@@ -280,16 +256,13 @@ class Runner(ViewWalk):
             noted = ids.read.astype(site.index_dtype)
             noted = boundary.restore_sharding(noted, boundary.shardings_of(slot))
         self._body.indices.append(noted)
-        if (site.leaf, False) in self._taken:
-            return slot
         return table.take(ids.read, "clip")
 
     def _without_slots(self, read: RowRead, values: Values) -> Any:
-        """Fixed rows; None if nobody asks which, or took some: they are those of arrays."""
+        """Fixed rows; None if nobody asks which: they are those of arrays."""
         plan, slots = next(self._body.entries)
         rows, noted = None, jax.tree.map(lambda _: None, plan)
-        sites = jax.tree.leaves(plan)
-        if self._every or any((site.leaf, False) in self._taken for site in sites):
+        if self._every:
             plainly = lambda table, ids, *_: self._plainly(table, ids)  # noqa: E731
             of_rows = functools.partial(read.output, values, plainly, plainly)
             rows, noted = self._inside(plan, slots, of_rows)

@@ -11,7 +11,7 @@ arrays and row numbers are None, and a read of a view only lists the tables that
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jslices._grad.now import now_p
 from jslices._place.boundary import drop_sharding
 from jslices._rows.access import clipped_indices, per_row, places, take_rows, wide
 
@@ -85,9 +86,25 @@ class View:
         return found
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Now:
+    """How a table becomes what it is now: see now.py."""
+
+    params: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"static": True})
+    rows: tuple[Any, ...]  # arrays with rows for those of the table
+    shared: tuple[Any, ...]  # arrays that serve all rows
+
+    def of(self, p: jax.Array, rows: Iterable[jax.Array], whole: bool) -> jax.Array:
+        """The whole table, or some rows of it; ``rows`` are those beside them."""
+        shared = map(drop_sharding, self.shared)
+        params = dict(self.params) | {"whole": whole}
+        return now_p.bind(p, *rows, *shared, **params)  # type: ignore[no-any-return]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableView(View):
-    """A differentiated array as it is: the leaf with this number.
+    """A differentiated array as it is, or as it is ``now``: the leaf with this number.
 
     Several axes of ``array`` may number the rows; it keeps its shape (:func:`places` says
     why).
@@ -95,10 +112,11 @@ class TableView(View):
 
     leaf: int
     array: Any = None
+    now: Now | None = None
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]
-        return {(True, self.leaf, ()): self}
+        return {(True, self.leaf, () if self.now is None else (("now", self),)): self}
 
     @property
     def row_axes(self) -> int:
@@ -108,10 +126,15 @@ class TableView(View):
     def take(self, ids: jax.Array, mode: Any, fill_value: Any = None) -> jax.Array:
         """The rows ``[n, *D]``, without a gradient."""
         how = {"mode": mode, "fill_value": fill_value, "row_axes": self.row_axes}
-        return take_rows(drop_sharding(self.array), ids, **how)
+        take = lambda x: take_rows(drop_sharding(x), ids, **how)  # noqa: E731
+        if self.now is None:
+            return take(self.array)
+        return self.now.of(take(self.array), map(take, self.now.rows), whole=False)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         array: jax.Array = self.array
+        if self.now is not None:
+            array = self.now.of(array, self.now.rows, whole=True)
         if array.shape == self.shape:
             return array
         # On Explicit axes JAX does not merge axes if the second is split.
@@ -412,7 +435,7 @@ def _register(kind: type[View], *parts: str) -> None:
     jax.tree_util.register_dataclass(kind, parts, fields)
 
 
-_register(TableView, "array")
+_register(TableView, "array", "now")
 _register(Rowwise, "operands")
 _register(Renumbered, "inner", "starts")
 _register(Replaced, "inner", "at", "rows")

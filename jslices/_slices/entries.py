@@ -29,10 +29,12 @@ class Facts(NamedTuple):
         entries of its own rows. ``indices`` are still row numbers of the whole array.
         Reading or writing rows of the array then needs nothing from other devices.
       packed: how many of the rows that were looked up a row of the array holds.
+      at_now: whether they are a gradient by rows as ``tx.now`` gives them, and not by those
+        of the array itself.
       unconjugated: whether they are JAX's gradient of a real number by complex rows, whose
         conjugate a step follows.
 
-    Slices keep placement and packing wherever JAX takes them apart and puts them together.
+    Slices keep placement, packing and ``at_now`` wherever JAX takes them apart and puts them together.
     They forget the rest: a ``tree.map`` over ``values`` and ``indices`` may give
     other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
     """
@@ -40,12 +42,13 @@ class Facts(NamedTuple):
     distinct: bool = False
     placement: Placement | None = None
     packed: int = 1
+    at_now: bool = False
     unconjugated: bool = False
     named: int | None = None
 
     @property
     def lasting(self) -> "Facts":
-        return Facts(placement=self.placement, packed=self.packed)
+        return Facts(placement=self.placement, packed=self.packed, at_now=self.at_now)
 
 
 NO_FACTS = Facts()

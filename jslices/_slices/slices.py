@@ -557,7 +557,11 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     indices = [s.indices.astype(widest) for s in given]
     values = [s.values.astype(dtype) for s in given]
     packed = max(s.facts.packed for s in given)
-    facts = Facts(packed=packed, unconjugated=any(s.facts.unconjugated for s in given))
+    facts = Facts(
+        packed=packed,
+        at_now=all(s.facts.at_now for s in given),
+        unconjugated=any(s.facts.unconjugated for s in given),
+    )
     placement = given[0].facts.placement
     if (
         placement is not None

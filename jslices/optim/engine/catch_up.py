@@ -18,6 +18,7 @@ from jax import lax
 from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
+from jslices._grad.now import Missed as MissedRows
 from jslices._jax import varying_axes
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
@@ -250,43 +251,18 @@ def catch_up_rows(
     return result
 
 
-def entries_of(behind: Behind) -> int | None:
-    return None if isinstance(behind, bool) else len(behind.indices)
+def as_missed(kernel: Callable[..., Change], caught_up: bool) -> MissedRows:
+    """A kernel of :func:`make_missed_kernel` as a row-wise view, to be read alone."""
 
+    def rows(p: jax.Array, state: Record, shared: PyTree) -> jax.Array:
+        return _advance_rows(missed_kernel(kernel, *shared), p, state)[0]
 
-def peek_rows(
-    kernel: Kernel, behind: Behind, p: Any, state: Record, entries: int | None
-) -> jax.Array | None:
-    """The rows ``[K, *D]`` of a parameter after their missed steps; nothing is written.
+    def whole(p: jax.Array, state: Record, shared: PyTree) -> jax.Array:
+        count, _, _, last = shared
+        missed = missed_kernel(kernel, *shared)
+        return catch_up_rows(missed, True, p, state, last, count)[0]
 
-    Those of the first so many ``entries``. One that is empty reads any row. The whole array
-    where all rows are meant.
-    """
-    if behind is False:
-        return None
-    p, state = jax.tree.map(jnp.asarray, (p, state))
-    if behind is True:
-        return _advance_rows(kernel, p, state)[0]
-    axes, old = behind.row_axes, [p, *state.values()]
-    num_rows = access.rows_numbered(p.shape, axes)
-    # As the step that follows numbers them, so that XLA finds that it reads and moves the
-    # same rows, and does both once. A step in chunks reads them again in any case.
-    indices, numbers = access.canonical_indices(behind.indices, num_rows), None
-    on_cpu = boundary.platform_of(*old) == "cpu"
-    how = choose_plan(behind, old, "cpu") if on_cpu else None
-    if not (behind.facts.distinct or (how and how.way == "in chunks")):
-        if on_cpu:
-            indices, numbers, _ = number_by_first(indices, num_rows, len(indices), False)
-            numbers = jnp.minimum(numbers, len(numbers) - 1)
-        else:
-            indices, numbers = number_by_runs(behind.indices, num_rows)
-    read = jax.tree.map(lambda x: read_rows(x, indices, axes), (p, state))
-    rows = _advance_rows(kernel, *read)[0]
-    # Kept, or XLA computes them again where they are read, from state written since.
-    rows = lax.optimization_barrier(rows)
-    if numbers is None:
-        return rows[:entries]
-    return access.take_rows(rows, numbers[:entries], mode="promise_in_bounds")
+    return MissedRows(rows, None if caught_up else whole)
 
 
 def after(before: Partial, kernel: Kernel) -> Kernel:

@@ -16,15 +16,17 @@ from jax.tree_util import PyTreeDef
 from jslices._arguments import check_array
 from jslices._densify import warn_at_line
 from jslices._errors import InvalidArgumentError
+from jslices._grad.now import Missed, as_now
 from jslices._jax import flatten, is_staged, takes_tables
 from jslices._place import boundary
 from jslices._place.hints import hint_dense
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
-from jslices._slices import IndexedSlices, Stacked, check_slices, each_shard
+from jslices._slices import IndexedSlices, Stacked, check_slices, each_shard, is_slices
 from jslices._slices.slices import deduplicated, rows_at, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.optim.engine.clock import flushed, map_clocks
+from jslices.optim.engine.now import current_reading, reading
 
 
 @jax.tree_util.register_dataclass
@@ -76,8 +78,9 @@ class GradientTransformation:
 
     - ``update`` and ``apply`` come together: ``apply`` adds what ``update`` returns;
     - ``init`` and what reads its state come together;
-    - all of ``catch_up``, ``flush`` and ``peek`` move rows to where the next step expects
-      them, and pass ``params`` and ``state`` through as they pass through your step;
+    - ``catch_up`` and ``flush`` move rows to where the next step expects them, and pass
+      ``params`` and ``state`` through as they pass through your step; :meth:`now` is read
+      through your ``catch_up``;
     - ``of_rows`` is due where you go by row numbers: from it a ``HostTable`` gets the same
       for the rows that are on the device.
 
@@ -94,7 +97,6 @@ class GradientTransformation:
       flush: the same for all rows; None for ``catch_up`` of all of them.
       apply: a step in one call; None for ``update`` and then ``apply_updates``.
       plan: see :meth:`plan`.
-      peek: see :meth:`peek`; ``update`` and ``apply`` then take ``peeked=``.
       check: called before each part, with its name and its arguments: it raises before a
         step, where values are there to tell, what a program cannot.
       of_rows: see :meth:`of_rows`; None for what does not go by row numbers.
@@ -121,19 +123,18 @@ class GradientTransformation:
         flush: Callable[[Params, State], tuple[Params, State]] | None = None,
         apply: Callable[..., tuple[Params, State]] | None = None,
         plan: Callable[..., PyTree] | None = None,
-        peek: Callable[[Params, State, PyTree], PyTree] | None = None,
         check: Callable[..., None] | None = None,
         of_rows: Callable[[StateOfRows], "GradientTransformation"] | None = None,
         averaged: Callable[[float], "GradientTransformation"] | None = None,
     ) -> None:
         parts = {"init": init, "update": update, "catch_up": catch_up, "flush": flush}
-        parts |= {"apply": apply, "plan": plan, "peek": peek, "check": check}
+        parts |= {"apply": apply, "plan": plan, "check": check}
         self._parts: dict[str, Any] = {**parts, "of_rows": of_rows, "averaged": averaged}
         self.init, self._plan, self.averaged = takes_tables()(init), plan, averaged
         self.check: Any = check
-        names = ("update", "apply", "catch_up", "flush", "peek")
+        names = ("update", "apply", "catch_up", "flush")
         own = map(self._accepting_extra_args, names)
-        self.update, step, self._catch_up, self._flush, self._peek = own
+        self.update, step, self._catch_up, self._flush = own
         in_full = self._accepting_extra_args("update", fits=False)
         self._step = step or apply_from_update(in_full)
         #: Whether it goes by row numbers, or by how many rows there are.
@@ -179,7 +180,7 @@ class GradientTransformation:
         parameters = inspect.signature(part).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-        @takes_tables(like={"apply": 2, "peek": None}.get(name, 0), part=0)
+        @takes_tables(like={"apply": 2}.get(name, 0), part=0)
         @functools.wraps(part)
         def checked_part(
             grads: PyTree, state: State, *args: PyTree, **extra_args: PyTree
@@ -187,8 +188,6 @@ class GradientTransformation:
             if isinstance(state, StateOfRows):
                 step = getattr(self.of_rows(state), name)
                 result = step(grads, state.state, *args, **extra_args)
-                if name == "peek":
-                    return result
                 return result[0], dataclasses.replace(state, state=result[1])
             if self.goes_by_row and (caller := extra_args.get("without_numbers")):
                 raise InvalidArgumentError(
@@ -198,7 +197,9 @@ class GradientTransformation:
                 )
             if name in ("update", "apply"):
                 grads = _looked_at(grads, "without_numbers" in extra_args)
-            if self.check is not None:
+                if self.catches_up and "at_now" not in extra_args:
+                    extra_args |= _taken_now(grads)
+            if self.check is not None and not current_reading():
                 self.check(name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
             result = part(grads, state, *args, **named)
@@ -213,7 +214,7 @@ class GradientTransformation:
 
         Extra arguments of ``update`` are left out.
         """
-        names = ("update", "apply", "catch_up", "flush", "peek")
+        names = ("update", "apply", "catch_up", "flush")
         steps = {name: self._parts[name] for name in names if self._parts[name]}
         steps = {name: boundary.one_program(x) for name, x in steps.items()}
         own = {name: self._parts[name] for name in ("of_rows", "averaged")}
@@ -269,11 +270,6 @@ class GradientTransformation:
         """Whether rows have to catch up before they are read."""
         return self._catch_up is not None
 
-    @property
-    def peeks(self) -> bool:
-        """Whether there is a :meth:`peek`."""
-        return self._peek is not None
-
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         """``(params, state)`` with the rows that are about to be read up to date.
 
@@ -292,37 +288,60 @@ class GradientTransformation:
         params, state = self.catch_up(params, state, jax.tree.map(lambda p: True, params))
         return params, map_clocks(flushed, state)
 
-    def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
-        """Rows after the steps that they missed; nothing is written.
-
-        For a gradient that is taken at these rows instead of those of the table. The step
-        that follows does the missed steps of its rows itself if it is told so:
-        ``tx.apply(grads, state, params, peeked=True)``, or bools that mirror ``params``.
-        Rows are then read and written once. :func:`jslices.train_step` does both.
+    def now(self, params: Params, state: State) -> Params:
+        """The parameters after the steps that their rows missed; nothing is written.
 
         Args:
           params: the parameters.
           state: the state of this optimizer.
-          rows: mirrors ``params``, as in :meth:`catch_up`: K row numbers of a table, True
-            for all rows, None for what is not read.
 
         Returns:
-          A tree like ``params``: for a table the rows ``[K, *D]`` in the order of their
-          numbers, for True the array, None for None. An out-of-range number reads any row.
+          A tree like ``params``, with the values that ``flush`` gives. In a function that
+          jslices differentiates or evaluates (:func:`jslices.value_and_grad`,
+          :func:`jslices.train_step`, :func:`jslices.eval_step`) rows alone are computed
+          where rows alone are read. Its derivative is that of ``params``: a gradient taken
+          at these is one for ``tx.apply``, which then does the missed steps of its rows.
+          Those of a lazy optimizer are ``params`` themselves.
 
-        Raises:
-          TypeError: for an optimizer without: a lazy one, whose rows are up to date, or a
-            transformation that was put together without ``peek``.
+        An array that is used as a whole, so that its gradient is an array, has to catch up
+        before such a step if it has missed some: ``tx.catch_up`` with True.
 
-        Cost: reads ``K * D`` elements of the parameter and of each state array.
+        Cost: where rows are read, ``K * D`` elements of the parameter and of each state
+        array; as a whole that of ``flush``.
+
+        Example:
+          >>> import jax.numpy as jnp, jslices as js
+          >>> tx, table = js.sgd(1.0, 0.5, untouched="exact"), jnp.zeros((3, 1))
+          >>> loss = lambda table, state, ids: tx.now(table, state)[ids].sum()
+          >>> state = tx.init(table)
+          >>> for ids in jnp.array([[0], [1]]):
+          ...     grads = js.grad(loss)(table, state, ids)
+          ...     table, state = tx.apply(grads, state, table)
+          >>> table.ravel(), tx.now(table, state).ravel()
+          (Array([-1., -1.,  0.], dtype=float32), Array([-1.5, -1. ,  0. ], dtype=float32))
         """
-        if self._peek is None:
-            raise TypeError(
-                "this optimizer has no peek: either no row of it is ever behind "
-                '(untouched="lazy"), and the parameters hold what is to be read, or it was '
-                "put together without; pass GradientTransformation(..., peek=tx.peek)"
-            )
-        return self._peek(params, state, rows)
+        return self.now_with(params, state, caught_up=False)[0]
+
+    def now_with(
+        self, params: Params, state: State, caught_up: bool
+    ) -> tuple[Params, list[bool]]:
+        """:meth:`now`, and of each parameter whether it is read by rows.
+
+        One that is not, of an optimizer that knows no views, is the whole. ``caught_up``:
+        whether the caller lets whatever is read as a whole catch up before.
+        """
+        if self._catch_up is None:
+            return params, [True] * len(jax.tree.leaves(params))
+        every = jax.tree.map(lambda p: True, params)
+        with reading(caught_up) as here:
+            now, _ = self._catch_up(params, state, every)
+        leaves, tree = flatten(params)
+        pairs = list(zip(leaves, tree.flatten_up_to(now), strict=True))
+        views = set(map(id, here.views))
+        by_rows = [new is old or id(new) in views for old, new in pairs]
+        whole = lambda p, now: p if caught_up else as_now(_REPLACED, p, now, ())  # noqa: E731
+        of_pair = zip(pairs, by_rows, strict=True)
+        return tree.unflatten([x[1] if rows else whole(*x) for x, rows in of_pair]), by_rows
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """For every gradient that is IndexedSlices how its rows are stepped.
@@ -364,6 +383,18 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
             "unpack it: value, grads = jslices.value_and_grad(loss)(params, ...), or "
             "updates, state = tx.update(grads, state, params)"
         )
+
+
+#: Parameters that are there as a whole, in place of the old ones.
+_REPLACED = Missed(*[lambda p, now, _: now.astype(p.dtype)] * 2)
+
+
+def _taken_now(grads: Gradients) -> dict[str, PyTree]:
+    """For ``update`` and ``apply``: which gradients were taken at ``tx.now``, if any."""
+    at_now = lambda g: is_slices(g) and g.facts.at_now  # noqa: E731
+    leaves, tree = flatten(grads, is_leaf=is_leaf)
+    flags = list(map(at_now, leaves))
+    return {"at_now": tree.unflatten(flags)} if any(flags) else {}
 
 
 def _looked_at(grads: Gradients, in_part: bool) -> Gradients:

@@ -246,7 +246,8 @@ def step_rows(
         return row_major_array(first), new
     shape = None if sizes is None else (*sizes, *first.shape[1:])
     distinct |= cpu.sums or cpu.way == "all rows"
-    facts = grad.facts.lasting._replace(distinct=distinct, named=grad.values.shape[0])
+    named = grad.values.shape[0]
+    facts = grad.facts.lasting._replace(at_now=False, distinct=distinct, named=named)
     return slices_of(first, indices, shape, facts), new
 
 

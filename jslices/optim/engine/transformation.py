@@ -13,6 +13,7 @@ from jax.tree_util import Partial, PyTreeDef
 
 from jslices._arguments import check_array, is_function, shown
 from jslices._densify import warn_at_line
+from jslices._grad.now import as_now
 from jslices._jax import broadcast_prefix, flatten, is_staged, traces, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shardings_of
 from jslices._place.hints import (
@@ -38,6 +39,7 @@ from jslices.optim.engine.clock import (
     with_rows_in_turn,
 )
 from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.now import Reading, current_reading
 from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.rule import (
@@ -77,7 +79,7 @@ def transformation(
     )
     if rule.missed is None:
         return tx
-    return tx.replace(catch_up=run.catch_up, peek=run.peek, check=run.check)
+    return tx.replace(catch_up=run.catch_up, check=run.check)
 
 
 @functools.cache
@@ -125,6 +127,7 @@ class _RuleOnTrees:
         self.fields = self.names if rule.missed is None else (*self.names, "clock")
         self.state_shapes = functools.cache(_state_shapes)
         self.missed_kernels = functools.cache(exact.make_missed_kernel)
+        self.missed_views = functools.cache(exact.as_missed)
         #: By the trace in which rows caught up, None outside: whether a step followed.
         self.caught_up: dict[Any, bool] = {}
 
@@ -171,10 +174,10 @@ class _RuleOnTrees:
         grads: Gradients,
         state: State,
         params: Params = None,
-        peeked: PyTree = None,
+        at_now: PyTree = None,
     ) -> tuple[Gradients, State]:
         """What :meth:`apply` adds, and the new state."""
-        return self._step(protocol.left_to_xla(grads, state), state, params, peeked, False)
+        return self._step(protocol.left_to_xla(grads, state), state, params, at_now, False)
 
     @within_boxes(2, 1)
     def apply(
@@ -183,25 +186,25 @@ class _RuleOnTrees:
         state: State,
         params: Params,
         key: Key | None = None,
-        peeked: PyTree = None,
+        at_now: PyTree = None,
     ) -> tuple[Params, State]:
         if key is not None:  # each row is rounded once, when all is added
             return protocol.apply_from_update(self.update)(
-                grads, state, params, key, peeked=peeked
+                grads, state, params, key, at_now=at_now
             )
-        return self._step(protocol.left_to_xla(grads, state), state, params, peeked, True)
+        return self._step(protocol.left_to_xla(grads, state), state, params, at_now, True)
 
     @on_any_mesh(lambda _, *args: protocol.shardings_of_step(*args, adds=args[-1]))
     @usual_promotion
     def _step(
-        self, grads: Gradients, state: State, params: Params, peeked: PyTree, adds: bool
+        self, grads: Gradients, state: State, params: Params, at_now: PyTree, adds: bool
     ) -> tuple[PyTree, State]:
         """``(params, state)`` after a step, or the updates where it ``adds`` nothing."""
         check_state(state, self.state_type, self.fields)
         protocol.refuse_nothing("tx.update", grads, (params, state._replace(count=None)))
         protocol.refuse_alone("tx.update", grads, params)
-        is_peeked = self._peeked_flags(peeked, grads)
-        reads_params = self.rule.reads_params or any(is_peeked) or "ema" in self.names
+        is_now = self._now_flags(at_now, grads)
+        reads_params = self.rule.reads_params or any(is_now) or "ema" in self.names
         reads_params |= adds and grads is not None
         if params is None and (reads_params or self.mask is not None):
             raise ValueError(
@@ -216,7 +219,7 @@ class _RuleOnTrees:
         kernel_of, count = self._kernels(state), state.count
         params_of = _parameters(tree, params, reads_params)
         arrays = self._arrays(state, params, tree, params_of)
-        for each, grad, does_missed in zip(arrays, leaves, is_peeked, strict=True):
+        for each, grad, does_missed in zip(arrays, leaves, is_now, strict=True):
             shapes = functools.partial(self.state_shapes, each.rule)
             mine = {name: each.state[name] for name in self.names}
             grad = checked_gradient(each.path, grad, each.p, mine, shapes)
@@ -294,11 +297,27 @@ class _RuleOnTrees:
 
     @within_boxes(0, 1)
     def catch_up(self, params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
-        return self._advance(params, state, self._rows_named(params, state, ids))
+        rows = self._rows_named(params, state, ids)
+        if reading := current_reading():
+            return self._now(params, state, rows, reading), state
+        return self._advance(params, state, rows)
 
-    @within_boxes(0)
-    def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
-        return self._peek(params, state, self._rows_named(params, state, rows))
+    @usual_promotion
+    def _now(
+        self, params: Params, state: State, rows: Sequence[exact.Behind], reading: Reading
+    ) -> Params:
+        """The parameters after missed steps, as views of rows."""
+        leaves, tree = flatten(params)
+        for i, each in enumerate(self._arrays(state, params, tree, leaves)):
+            if rows[i] is not True:
+                continue
+            log, whole, *_ = each.clock
+            kernel = self.missed_kernels(each.rule.missed)
+            missed = self.missed_views(kernel, reading.caught_up)
+            shared = state.count, log, state.clock.key, whole
+            leaves[i] = as_now(missed, each.p, each.state, shared)
+            reading.views.append(leaves[i])
+        return tree.unflatten(leaves)
 
     def _rows_named(self, params: Params, state: State, ids: PyTree) -> list[exact.Behind]:
         """The rows that ``ids`` name, once it is clear that they can catch up."""
@@ -362,17 +381,6 @@ class _RuleOnTrees:
         changed = [None if mine is None else mine[1] for mine in new]
         return params, self._with_arrays(state, tree, changed)
 
-    @on_any_mesh(lambda *args: None)
-    @usual_promotion
-    def _peek(self, params: Params, state: State, behind: Sequence[exact.Behind]) -> PyTree:
-        leaves, tree = flatten(params)
-        arrays, now = self._arrays(state, params, tree, leaves), []
-        for each, rows in zip(arrays, behind, strict=True):
-            kernel, entries = self._missed_kernel(state, each), exact.entries_of(rows)
-            rows = self._with_rows_in_turn(each, rows, state.count)
-            now.append(exact.peek_rows(kernel, rows, each.p, each.state, entries))
-        return tree.unflatten(now)
-
     def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
         if isinstance(rows, bool) or not each.clock.log.size:
             return rows
@@ -394,7 +402,7 @@ class _RuleOnTrees:
             return
         here = [x for x in around if x in self.caught_up]
         self.caught_up.update(dict.fromkeys(here, True))
-        grads, state, peeked = unboxed((tree, state, more.get("peeked")))
+        grads, state, at_now = unboxed((tree, state, more.get("at_now")))
         check_state(state, self.state_type, self.fields)
         arrays = jax.tree.leaves((grads, state))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
@@ -402,8 +410,8 @@ class _RuleOnTrees:
             return
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
         leaves = [
-            None if is_peeked or protocol.has_no_rows(x) else x
-            for x, is_peeked in zip(leaves, self._peeked_flags(peeked, grads), strict=True)
+            None if is_now or protocol.has_no_rows(x) else x
+            for x, is_now in zip(leaves, self._now_flags(at_now, grads), strict=True)
         ]
         if not is_traced:
             clocks = zip(leaves, self._clocks(state, tree), strict=True)
@@ -412,13 +420,13 @@ class _RuleOnTrees:
         elif any(map(is_slices, leaves)):
             warn_at_line(exact.STALE, category=UserWarning)
 
-    def _peeked_flags(self, peeked: PyTree, grads: Gradients) -> list[bool]:
+    def _now_flags(self, at_now: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
-        if peeked is None:
+        if at_now is None:
             return [False] * len(flatten(grads, is_leaf=protocol.is_leaf)[0])
-        text = "peeked must be bools in the structure of params"
+        text = "at_now must be bools in the structure of params"
         bits = broadcast_prefix(
-            peeked, grads, f"{text}, or a prefix of it", protocol.is_leaf
+            at_now, grads, f"{text}, or a prefix of it", protocol.is_leaf
         )
         if not all(bit is None or isinstance(bit, bool | np.bool_) for bit in bits):
             raise TypeError(f"{text}, got {', '.join(map(shown, bits))}")

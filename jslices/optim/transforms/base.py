@@ -17,7 +17,7 @@ def catching_up(
     part: Callable[[State], State],
     whole: Callable[[State, State], State],
 ) -> dict[str, Any]:
-    """``catch_up`` and ``peek`` of a transformation that holds ``tx``.
+    """``catch_up`` of a transformation that holds ``tx``.
 
     Args:
       tx: sees all parameters.
@@ -31,10 +31,7 @@ def catching_up(
         params, new = tx.catch_up(params, part(state), ids)
         return params, whole(state, new)
 
-    def peek(params: Params, state: State, rows: PyTree) -> PyTree:
-        return tx.peek(params, part(state), rows)
-
-    return {"catch_up": catch_up, "peek": peek if tx.peeks else None}
+    return {"catch_up": catch_up}
 
 
 def renumbering(make: Callable[..., Any], *transforms: GradientTransformation) -> Any:

@@ -123,25 +123,22 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
         **extra_args: PyTree,
     ) -> tuple[Params, State]:
         grads = each(_without_frozen, grads)
-        if extra_args.get("peeked") is not None:  # an array would free rows that it holds
+        if extra_args.get("at_now") is not None:  # an array would free rows that it holds
             leaves, tree = flatten(grads, is_leaf=base.is_leaf_or_masked)
-            peeked = base.values_of_prefix("peeked", extra_args["peeked"], grads)
-            rows = list(zip(leaves, peeked, bits_of(grads), strict=True))
+            at_now = base.values_of_prefix("at_now", extra_args["at_now"], grads)
+            rows = list(zip(leaves, at_now, bits_of(grads), strict=True))
             whole = [y and x is not None and not is_leaf(g) for g, y, x in rows]
             if any(whole):
                 ids = tree.unflatten(True if x else None for x in whole)
                 params, state = catch_up(params, state, ids)
                 rest = (bool(y) and not x for (_, y, _), x in zip(rows, whole, strict=True))
-                extra_args["peeked"] = tree.unflatten(rest)
+                extra_args["at_now"] = tree.unflatten(rest)
         new, state = tx.apply(grads, state, params, key, **extra_args)
 
         def kept(now: jax.Array, bits: Frozen, grad: Leaf, param: jax.Array) -> jax.Array:
             return now if is_leaf(grad) else _kept(now, bits, True, param)
 
         return each(kept, new, grads, params), after(grads, state)
-
-    def peek(params: Params, state: State, rows: PyTree) -> PyTree:
-        return each(_kept, tx.peek(params, state, rows), rows, params)
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         leaves, structure = flatten(params, is_leaf=base.is_leaf_or_masked)
@@ -164,7 +161,6 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
     own: dict[str, Any] = {"init": init, "update": update, "apply": apply}
     own |= {"check": None, "flush": None, "of_rows": of_rows}
     own |= {"catch_up": catch_up} if tx.catches_up else {}
-    own |= {"peek": peek} if tx.peeks else {}
     return tx.replace(**own)
 
 

@@ -115,8 +115,8 @@ def multi_steps(
     ) -> tuple[PyTree, MultiStepsState]:
         """``update`` or ``apply`` of ``opt`` if a step is due, else ``wait``."""
         acc, due = buffers.gather(grads, state)
-        if extra.get("peeked") is not None:  # so may have been rows of earlier gradients
-            extra["peeked"] = True
+        if extra.get("at_now") is not None:  # so may have been rows of earlier gradients
+            extra["at_now"] = True
 
         def step(params: Params, inner: State) -> tuple[PyTree, State]:
             return getattr(opt, name)(buffers.total(acc), inner, params, *key, **extra)  # type: ignore[no-any-return]

@@ -182,7 +182,6 @@ class _ByLabel:
             self.catch_up if late else None,
             apply=functools.partial(self._step, "apply"),
             plan=self.plan,
-            peek=self.peek if late and all(tx.peeks for tx in late) else None,
             of_rows=renumbering(self._of_rows, *self.transforms.values()),
         )
 
@@ -206,15 +205,6 @@ class _ByLabel:
         )
         return self._each(call, jax.eval_shape(self.init, params), params)[0]
 
-    def peek(self, params: Params, state: State, rows: PyTree) -> PyTree:
-        def call(tx: GradientTransformation, share: _Share, state: State) -> _Result:
-            mine = share(rows)
-            if not tx.peeks:
-                return jax.tree.map(lambda x: None, mine, is_leaf=is_leaf), state
-            return tx.peek(share(params), state, mine), state
-
-        return self._each(call, state, params)[0]
-
     def _step(
         self,
         name: str,
@@ -228,7 +218,7 @@ class _ByLabel:
 
         def call(tx: GradientTransformation, share: _Share, state: State) -> _Result:
             extra = {
-                k: _share_of(share, x) if self.mask_extra_args or k == "peeked" else x
+                k: _share_of(share, x) if self.mask_extra_args or k == "at_now" else x
                 for k, x in extra_args.items()
             }
             return getattr(tx, name)(share(grads), state, share(params), *key, **extra)

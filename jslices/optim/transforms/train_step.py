@@ -1,13 +1,14 @@
 """A whole training step: the rows that a loss reads, its gradient, and the optimizer."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jslices import tree
-from jslices._grad.api import differentiated
+from jslices._grad.api import differentiated, evaluated
 from jslices._grad.call import (
     ExchangeSpec,
     SparseSpec,
@@ -15,16 +16,12 @@ from jslices._grad.call import (
     check_callable,
     check_inputs,
 )
-from jslices._grad.ids import RowsRead, joined, leaf_ids
 from jslices._grad.plan import Planned, plan_call
-from jslices._grad.run import NO_PREFETCH, Prefetched
-from jslices._jax import is_symbolic
-from jslices._place.boundary import mesh_of, platform_of
+from jslices._jax import is_staged
 from jslices._place.hints import HINT_BYTES, hint_once
 from jslices._rows.access import is_below
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.step import entries_of_a_pass
 
 USED_WHOLE = (
     "{} is used as a whole at {}, without gradient, so that all of its rows catch up in "
@@ -112,86 +109,122 @@ def train_step(
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx))
 
-    if tx.catches_up and not tx.peeks:
-        hint_once(
-            "peek",
-            "train_step got an optimizer without peek: its rows are written when they "
-            "catch up, and again by the step. Type GradientTransformation(init, update, "
-            "catch_up, flush, apply=tx.apply, peek=tx.peek) where it is put together",
-        )
-
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if _is_state(params):
             raise TypeError("got a state first, wanted step(params, state, *batch)")
-        call = UserCall(fun, 0, (params, *args), kwargs, has_aux)
-        check_inputs(call, holomorphic=False, allow_int=False)
-        planned = plan_call(call, sparse, exchange)
-        taken, extra = NO_PREFETCH, {}
-        if tx.catches_up:
-            (params, state), call, taken, is_peeked = _up_to_date(
-                tx, planned, call, params, state
-            )
-            extra = {"peeked": call.mirror(is_peeked)} if tx.peeks else {}
-        value, aux, (grads,) = differentiated(call, planned, taken=taken)
+        how = {"sparse": sparse, "exchange": exchange}
+        params, state, call, planned = _of_rows_now(
+            fun, tx, params, state, args, kwargs, has_aux, **how
+        )
+        value, aux, (grads,) = differentiated(call, planned)
         if any(map(jnp.iscomplexobj, call.primals)):
             grads = tree.map(lambda g: g.conj(), grads)
-        params, state = tx.apply(grads, state, params, value=value, exact=True, **extra)
+        params, state = tx.apply(grads, state, params, value=value, exact=True)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return step
 
 
-def _up_to_date(
+def _of_rows_now(
+    fun: Callable[..., Any],
     tx: GradientTransformation,
-    planned: Planned,
-    call: UserCall,
     params: Params,
     state: State,
-) -> tuple[tuple[Params, State], UserCall, Prefetched, list[bool]]:
-    """What a call reads, after the steps that it has missed.
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_aux: bool,
+    *,
+    sparse: SparseSpec = None,
+    exchange: ExchangeSpec = None,
+) -> tuple[Params, State, UserCall, Planned]:
+    """The call ``fun(tx.now(params, state), *args)``, which reads rows alone.
 
-    Parameters and state, in which some rows have caught up; the call of these; the rows of
-    others that were peeked at instead; and for each array whether it was.
+    And the parameters and state of it, in which arrays that it uses as a whole have caught
+    up.
     """
-    every = range(len(planned.leaves))
-    may_peek = {i for i in every if tx.peeks and _is_one_program(planned, i)}
-    reads = RowsRead(call, planned)
-    for i, line in reads.whole_lines.items():
+    by_rows: list[bool] = []
+
+    @functools.wraps(fun)
+    def fun_of_now(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
+        now, by_rows[:] = tx.now_with(params, state, caught_up=True)
+        return fun(now, *args, **kwargs)
+
+    call = UserCall(fun_of_now, 0, (params, state, *args), kwargs, has_aux, inputs=[1])
+    check_inputs(call, holomorphic=False, allow_int=False)
+    planned = plan_call(call, sparse, exchange)
+    if not tx.catches_up:
+        return params, state, call, planned
+    for i, line in planned.whole_lines.items():
         if is_below(HINT_BYTES, planned.leaves[i].num_bytes):
             what = ("whole", planned.leaves[i].name, line)
             hint_once(what, USED_WHOLE.format(planned.leaves[i], line))
-    if reads.sources:  # row numbers follow from these, which catch up before
-        sources = call.mirror(i in reads.sources or None for i in every)
-        params, state = tx.catch_up(params, state, sources)
-        call = call.at(params)
-    whole = reads.whole - reads.sources
-    rows, others = reads.at(call.primals)
-    by_rows = {i for i in may_peek if not (rows[i] is None and others[i] is None)}
+    whole = (i in planned.read_whole or not x or None for i, x in enumerate(by_rows))
+    # Also without any: wrappers may see to other things.
+    params, state = tx.catch_up(params, state, call.mirror(whole))
+    return params, state, call.at(params, state), planned
 
-    def catch_up_ids(i: int) -> PyTree:
-        if i in by_rows:
-            return None
-        if i in whole:
-            return True
-        both = joined(rows[i], others[i])
-        return both if tx.peeks and rows[i] is not None else leaf_ids(both)
 
-    # Also without any: that of others may see to a rate that has changed.
-    params, state = tx.catch_up(params, state, call.mirror(map(catch_up_ids, every)))
-    call = call.at(params)
+def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[..., Any]:
+    """A function of parameters as they are now, after all missed steps: for evaluation.
 
-    def peek(wanted: Mapping[int, PyTree]) -> dict[int, jax.Array]:
-        if not wanted:
-            return {}
-        now = tx.peek(params, state, call.mirror(map(wanted.get, every)))
-        leaves = call.tree.flatten_up_to((now,))
-        return {i: x for i, x in enumerate(leaves) if x is not None}
+    Under ``untouched="exact"`` rows wait for the next step that reads them, and the
+    parameters alone are not what a dense optimizer would have.
 
-    now = peek({i: rows[i] for i in by_rows})
-    alone = peek({i: x for i, x in enumerate(others) if i in by_rows and x is not None})
-    taken = {(i, True): x for i, x in now.items()}
-    taken |= {(i, False): x for i, x in alone.items()}
-    return (params, state), call, taken, [i in by_rows for i in every]
+    Args:
+      fun: a function of the parameters and other arguments, any pytree its result: a loss,
+        metrics, scores. What it gets is described at :func:`jslices.value_and_grad`.
+      tx: the optimizer.
+
+    Returns:
+      ``evaluate(params, state, *args, **kwargs)``, which is
+      ``fun(tx.now(params, state), *args, **kwargs)``. Nothing is written, and nothing
+      donated. Called with arrays it is compiled, called with tracers (in your own
+      ``jax.jit``) it is a pure function. Under a lazy optimizer it is ``fun(params, *args,
+      **kwargs)``.
+
+    Raises:
+      TypeError: if ``tx`` is not an optimizer of jslices.
+
+    Warns:
+      PerformanceHint: for an array of more than 16 MB that is used as a whole, of which all
+        rows catch up in each call.
+
+    Cost: that of ``fun``, and of a table that is only looked up ``K * D`` elements of each
+    state array. An array that is used as a whole is read as a whole.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> loss = lambda table, ids: (table[ids] ** 2).sum()
+      >>> tx, table = js.adam(0.1, untouched="exact"), jnp.ones((9, 1))
+      >>> step, state = js.train_step(loss, tx), tx.init(table)
+      >>> for ids in jnp.array([[3], [8], [8]]):
+      ...     table, state, value = step(table, state, ids)
+      >>> ids = jnp.array([3])
+      >>> js.eval_step(loss, tx)(table, state, ids).round(2), loss(table, ids).round(2)
+      (Array(0.62, dtype=float32), Array(0.81, dtype=float32))
+
+    Source: ours.
+    """
+    check_callable(fun)
+    if not isinstance(tx, GradientTransformation):
+        raise TypeError(_not_ours(tx))
+
+    def evaluate(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
+        if not tx.catches_up:
+            return fun(params, *args, **kwargs)
+        alone = lambda *args, **kwargs: (jnp.zeros(()), fun(*args, **kwargs))  # noqa: E731
+        functools.update_wrapper(alone, fun)
+        *_, call, planned = _of_rows_now(alone, tx, params, state, args, kwargs, True)
+        return evaluated(call, planned)
+
+    compiled = jax.jit(evaluate)
+
+    @functools.wraps(fun)
+    def of_now(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
+        is_traced = is_staged()
+        return (evaluate if is_traced else compiled)(params, state, *args, **kwargs)
+
+    return of_now
 
 
 def _is_state(x: PyTree) -> bool:
@@ -218,23 +251,3 @@ def _not_ours(tx: object) -> str:
     help = instead.get(name, "jslices.from_optax(tx) for what is Optax's")
     got = f"optax.{name}" if name in instead else repr(tx)
     return f"train_step wants an optimizer of jslices, got {got}; type {help}"
-
-
-def _is_one_program(planned: Planned, leaf: int) -> bool:
-    """Whether XLA sees all that the call does to rows of an array, on one device.
-
-    Not those of a pass over the table: the missed steps of a row are read from the state
-    that they overwrite, and a pass would copy the whole of it for that.
-    """
-    aval, row_bytes = planned.leaves[leaf].aval, planned.leaves[leaf].row_bytes
-    around = jax.sharding.get_abstract_mesh().explicit_axes
-    if planned.eager or around or mesh_of(aval) is not None:
-        return False
-    sites = planned.sites_of(leaf)
-    count = sum(site.total for site in sites if site.graded)
-    if not sites or any(site.exchange for site in sites):
-        return False
-    num_rows = planned.leaves[leaf].table_shape[0]
-    if is_symbolic(num_rows + sum(site.total for site in sites)):
-        return False
-    return count < entries_of_a_pass(num_rows, row_bytes, False, platform_of(aval))
