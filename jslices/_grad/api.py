@@ -198,7 +198,7 @@ def differentiated(
     value, pullback, aux = _linearize(call, planned)
     grads = pullback(_seed(value, holomorphic))
     result = value if wants_value else None
-    (result, aux), grads = _in_order((result, aux), grads, by_values=not wants_value)
+    (result, aux), grads = _in_order((result, aux), grads, not wants_value)
     return result if wants_value else value, aux, grads
 
 
@@ -211,7 +211,7 @@ def evaluated(call: UserCall, planned: Planned) -> Any:
 
 
 def _in_order(
-    returned: Any, grads: Any, by_values: bool
+    returned: Any, grads: Any, all_by_values: bool
 ) -> tuple[Any, Any]:
     """Both, but no row of a gradient before all else is computed.
 
@@ -224,14 +224,16 @@ def _in_order(
     arrays = {i: x for i, x in enumerate(outputs) if _is_computed(x)}
     if not _jax.is_staged() or not rows or len(rows) + len(arrays) < 2:
         return returned, grads
+    # The rows of others, which an exact step brings up to date, wait for values.
+    by_values = lambda g: all_by_values or g.facts.at_now  # noqa: E731
     # All values would be copied; the first of each table's is as late as the others.
     first = lambda x: x[(0,) * x.ndim] if x.size else jnp.zeros(())  # noqa: E731
-    late = [first(g.values) if by_values else g.indices for g in rows.values()]
+    late = [first(g.values) if by_values(g) else g.indices for g in rows.values()]
     every = access.at_once([*arrays.values(), *late])
     for i, x in zip(arrays, every, strict=False):
         outputs[i] = x
     for (i, g), x in zip(rows.items(), every[len(arrays) :], strict=True):
-        if by_values:
+        if by_values(g):
             values = jnp.where(x.real > jnp.inf, jnp.zeros((), g.dtype), g.values)
             leaves[i] = g.later(values, g.indices)
         else:
