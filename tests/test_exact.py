@@ -423,58 +423,62 @@ def test_a_step_on_known_numbers_inside_of_a_trace():
     ],
     ids=["adam", "adamw", "chain"],
 )
-def test_rows_that_were_peeked_at_step_as_if_they_had_caught_up(tx):
+def test_gradients_at_rows_as_they_are_now_step_as_if_these_had_caught_up(tx):
     """By ``apply``, and by ``update`` and ``apply_updates``; nothing was written before."""
     table = np.random.default_rng(3).normal(size=(9, 2)).astype(np.float32)
-    square = lambda rows: (rows**2).sum()  # noqa: E731
+    squares = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
 
     @fast_jit
-    def peeking(table, state, ids):
-        rows = tx.peek(table, state, ids)
-        grads = js.IndexedSlices(jax.grad(square)(rows), ids, table.shape)
-        updates, other = tx.update(grads, state, table, peeked=True)
-        new = tx.apply(grads, state, table, peeked=True)
-        return rows, new, (js.apply_updates(table, updates), other)
+    def reading(table, state, ids):
+        loss = lambda table: squares(tx.now(table, state), ids)  # noqa: E731
+        value, grads = js.value_and_grad(loss)(table)
+        updates, other = tx.update(grads, state, table)
+        new = tx.apply(grads, state, table)
+        return value, new, (js.apply_updates(table, updates), other)
 
     @fast_jit
     def catching_up(table, state, ids):
         table, state = tx.catch_up(table, state, ids)
-        grads = js.grad(lambda table: square(table[ids]))(table)
-        return table[ids], tx.apply(grads, state, table)
+        value, grads = js.value_and_grad(squares)(table, ids)
+        return value, tx.apply(grads, state, table)
 
     mine = other = table, tx.init(table)
     for ids in np.array([[1, 4, 4], [7, 1, 0], [4, 7, 4], [1, 1, 8]], np.int32):
-        rows, new, in_two = peeking(*mine, ids)
+        value, new, in_two = reading(*mine, ids)
         wanted, other = catching_up(*other, ids)
-        assert_close((rows, new), (wanted, other), rtol=1e-5)
+        assert_close((value, new), (wanted, other), rtol=1e-5)
         assert_close(in_two, new, rtol=1e-5)
         mine = new
-    everything = tx.peek(*mine, True)
-    assert_close(everything, tx.flush(*mine)[0])
-    assert tx.peek(*mine, None) is None
+    assert_close(tx.now(*mine), tx.flush(*mine)[0])
 
 
-def test_some_rows_may_be_peeked_at_and_others_not():
-    """In a program and without one; anything but bools is refused."""
-    params = {"a": jnp.ones((6, 2)), "w": jnp.ones(2)}
-    rows = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (6, 2))
-    grads, state = {"a": rows, "w": jnp.ones(2)}, ADAM.init(params)
-    step = lambda *args: ADAM.apply(*args, peeked={"a": True, "w": False})  # noqa: E731
-    assert_close(step(grads, state, params), fast_jit(step)(grads, state, params))
-    assert_close(step(grads, state, params), ADAM.apply(grads, state, params))
-    lazy = js.adam(0.1)  # has no rows behind, whatever it is told
-    moved, _ = lazy.apply(grads, lazy.init(params), params, peeked=True)
-    np.testing.assert_allclose(moved["w"], 0.9, rtol=1e-5)
-    with pytest.raises(TypeError, match=r"peeked must be bools .*, got 1, 1"):
-        ADAM.apply(grads, state, params, peeked=1)
+def test_a_gradient_knows_whether_it_was_taken_at_rows_as_they_are_now():
+    """Through arithmetic and clipping; not if some of its rows were read as they were."""
+    table, ids = jnp.ones((6, 2)), jnp.array([1, 3, 1])
+    state = ADAM.init(table)
+    now = lambda table: ADAM.now(table, state)[ids].sum()  # noqa: E731
+    grads = jax.jit(js.grad(now))(table)
+    step = fast_jit(lambda grads: ADAM.apply(grads, behind(state), table)[0])
+    for good in (grads, 2 * grads, js.clip_by_global_norm(grads, 1.0)[0], grads + grads):
+        assert jnp.isfinite(step(good)).all()
+    mixed = js.grad(lambda table: now(table) + table[ids].sum())(table)
+    for stale in (js.grad(lambda table: table[ids].sum())(table), mixed):
+        assert jnp.isnan(step(stale)[1]).all()
+        with pytest.raises(ValueError, match="did its last step at 0"):
+            ADAM.apply(stale, behind(state), table)
+    updates, _ = ADAM.update(grads, behind(state), table)
+    assert jnp.isnan(step(updates)[1]).all()  # which is no gradient at rows any more
 
 
-def test_lazy_ones_have_nothing_to_peek_at():
+def behind(state):
+    """The state after another step, which no row has done."""
+    rows = js.IndexedSlices(jnp.zeros((0, 2)), jnp.zeros((0,), jnp.int32), (6, 2))
+    return ADAM.apply(rows, state, jnp.ones((6, 2)))[1]
+
+
+def test_lazy_parameters_are_now_what_they_are():
     table = jnp.ones((3, 1))
-    assert not js.adam(0.1).peeks and ADAM.peeks
-    assert js.optim.with_state_dtype(ADAM, "float32").peeks
-    with pytest.raises(TypeError, match=r"no peek: .*lazy.*peek=tx\.peek"):
-        js.adam(0.1).peek(table, js.adam(0.1).init(table), jnp.array([1]))
+    assert js.adam(0.1).now(table, js.adam(0.1).init(table)) is table
 
 
 def test_ids_of_any_shape_and_out_of_range_ones():

@@ -285,7 +285,7 @@ def test_a_pickled_clock_with_snapshots_is_refused():
         lambda: tx.update(grads, state, params),
         lambda: tx.apply(grads, state, params),
         lambda: tx.catch_up(params, state, ids),
-        lambda: tx.peek(params, state, ids),
+        lambda: tx.now(params, state),
         lambda: tx.flush(params, state),
         lambda: jax.jit(tx.flush)(params, state),
     ):

@@ -286,12 +286,12 @@ def test_rows_may_catch_up_outside_of_the_program_that_steps(outside):
     assert warned(tx, by_rows) == []
 
 
-def test_rows_that_were_peeked_at_are_behind_unless_the_step_is_told():
-    def peeking(peeked, tx, params, state, ids):
-        tx.peek(params, state, {"table": ids, "mix": None})
-        grads = js.grad(loss)(params, ids)
-        return tx.apply(grads, state, params, peeked=peeked)
+def test_a_gradient_at_rows_as_they_are_now_needs_no_other_catch_up():
+    def reading(as_now, tx, params, state, ids):
+        of_now = lambda params, ids: loss(tx.now(params, state), ids)  # noqa: E731
+        grads = js.grad(of_now if as_now else loss)(params, ids)
+        return tx.apply(grads, state, params)
 
     tx = makes_its_own()()
-    assert warned(tx, functools.partial(peeking, True)) == []
-    assert warned(tx, functools.partial(peeking, False)) == [__file__]
+    assert warned(tx, functools.partial(reading, True)) == []
+    assert warned(tx, functools.partial(reading, False)) == [__file__]

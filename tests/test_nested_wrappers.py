@@ -62,7 +62,6 @@ WRAPPERS = {
         tx.catch_up if tx.catches_up else None,
         tx.flush if tx.catches_up else None,
         apply=tx.apply,
-        peek=tx.peek if tx.peeks else None,
     ),
 }
 SCHEDULE = optax.linear_schedule(0.1, 0.02, 3)

@@ -28,6 +28,7 @@ from jslices._grad.run import (
     slots_for,
     without_dense_warning,
 )
+from jslices._place.boundary import mesh_of
 from jslices._place.hints import hinted
 from jslices._rows import access
 from jslices._slices import IndexedSlices, is_slices
@@ -225,7 +226,10 @@ def _in_order(
     if not _jax.is_staged() or not rows or len(rows) + len(arrays) < 2:
         return returned, grads
     # The rows of others, which an exact step brings up to date, wait for values.
-    by_values = lambda g: all_by_values or g.facts.at_now  # noqa: E731
+    def by_values(g: IndexedSlices) -> bool:
+        at_now = g.facts.at_now and mesh_of(jax.typeof(g.values)) is None
+        return all_by_values or at_now
+
     # All values would be copied; the first of each table's is as late as the others.
     first = lambda x: x[(0,) * x.ndim] if x.size else jnp.zeros(())  # noqa: E731
     late = [first(g.values) if by_values(g) else g.indices for g in rows.values()]

@@ -252,6 +252,7 @@ class LeafSpec:
     mode: SparseMode
     exchange: Exchange | None = None
     row_axes: int = 1  # how many leading axes number its rows, if it has rows
+    caught_up: bool = False  # whether no row of it has missed steps
 
     @property
     def has_rows(self) -> bool:
@@ -272,7 +273,8 @@ class LeafSpec:
 
     def view(self, number: int, array: jax.Array | None = None) -> View:
         """The view of it, as the leaf with this number."""
-        table = TableView(self.table_shape, self.aval.dtype, number, array)
+        shape, dtype = self.table_shape, self.aval.dtype
+        table = TableView(shape, dtype, number, array, caught_up=self.caught_up)
         return folded(table, tuple(self.aval.shape[: self.row_axes]))
 
     @property

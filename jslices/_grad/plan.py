@@ -157,6 +157,18 @@ class Planned(NamedTuple):
         """Where leaves are used as a whole though no gradient comes in there."""
         return {i: _jax.user_line(x.source) for i, x in self.no_grad.items()}
 
+    def with_caught_up(self, leaves: set[int]) -> "Planned":
+        """The same, where these leaves have caught up, and are now what they are."""
+        specs = [
+            dataclasses.replace(leaf, caught_up=i in leaves)
+            for i, leaf in enumerate(self.leaves)
+        ]
+
+        def of_site(site: Site) -> Site:
+            return dataclasses.replace(site, at_now=site.at_now and site.leaf not in leaves)
+
+        return self._replace(leaves=specs, plan=jax.tree.map(of_site, self.plan))
+
     def triggers_warning(self, leaf: int) -> bool:
         """True if a leaf is looked up, or forced to rows, and its gradient is dense.
 

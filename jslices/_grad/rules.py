@@ -715,6 +715,8 @@ def _as_now(eqn: Equation, operands: Values, lead: int) -> Result:
     now = Now(params, tuple(others[:count]), tuple(others[count:]))
 
     def through(view: View) -> View | None:
+        if isinstance(view, TableView) and view.caught_up:
+            return view
         if isinstance(view, TableView) and view.now is None:
             return dataclasses.replace(view, now=now)
         inner = through(view.inner) if isinstance(view, Repeated | Unslotted) else None

@@ -113,6 +113,7 @@ class TableView(View):
     leaf: int
     array: Any = None
     now: Now | None = None
+    caught_up: bool = False  # whether it is now what it is
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]

@@ -17,11 +17,13 @@ from jslices._grad.call import (
     check_inputs,
 )
 from jslices._grad.plan import Planned, plan_call
-from jslices._jax import is_staged
+from jslices._jax import is_staged, is_symbolic
+from jslices._place.boundary import platform_of
 from jslices._place.hints import HINT_BYTES, hint_once
 from jslices._rows.access import is_below
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.step import entries_of_a_pass
 
 USED_WHOLE = (
     "{} is used as a whole at {}, without gradient, so that all of its rows catch up in "
@@ -158,10 +160,12 @@ def _of_rows_now(
         if is_below(HINT_BYTES, planned.leaves[i].num_bytes):
             what = ("whole", planned.leaves[i].name, line)
             hint_once(what, USED_WHOLE.format(planned.leaves[i], line))
-    whole = (i in planned.read_whole or not x or None for i, x in enumerate(by_rows))
+    of_all = planned.read_whole | {i for i, x in enumerate(by_rows) if not x}
+    of_all |= {i for i in range(len(by_rows)) if _is_a_pass(planned, i)}
+    whole = (i in of_all or None for i in range(len(by_rows)))
     # Also without any: wrappers may see to other things.
     params, state = tx.catch_up(params, state, call.mirror(whole))
-    return params, state, call.at(params, state), planned
+    return params, state, call.at(params, state), planned.with_caught_up(of_all)
 
 
 def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[..., Any]:
@@ -225,6 +229,19 @@ def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[.
         return (evaluate if is_traced else compiled)(params, state, *args, **kwargs)
 
     return of_now
+
+
+def _is_a_pass(planned: Planned, leaf: int) -> bool:
+    """Whether the step of an array is a pass over all of its rows.
+
+    In which XLA would copy what it reads of the missed steps of rows before it writes.
+    """
+    aval, row_bytes = planned.leaves[leaf].aval, planned.leaves[leaf].row_bytes
+    count = sum(site.total for site in planned.sites_of(leaf) if site.graded)
+    num_rows = planned.leaves[leaf].table_shape[0] if count else 0
+    if is_symbolic(num_rows + count) or not num_rows:
+        return False
+    return count >= entries_of_a_pass(num_rows, row_bytes, False, platform_of(aval))
 
 
 def _is_state(x: PyTree) -> bool:
