@@ -11,7 +11,6 @@ from jslices import _jax
 from jslices._grad.call import ExchangeSpec, UserCall, check_callable
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import gradients_of, run_planned, slots_for, without_dense_warning
-from jslices._rows.access import is_below
 from jslices._slices import Facts, IndexedSlices, concat_slices, sent_to_owners, slices_of
 
 #: Row numbers of a leaf, as slices without elements; None for none.
@@ -71,8 +70,9 @@ def lookup_ids(
     def ids_fun(*args: Any, **kwargs: Any) -> Any:
         call = UserCall(fun, argnums, args, kwargs, has_aux)
         planned = plan_call(call, None, exchange)
-        rows, others = RowsRead(call, planned).at(call.primals)
-        return call.mirror(map(leaf_ids, map(joined, rows, others)))
+        by_rows = set(range(len(planned.leaves))) - planned.read_whole
+        rows = rows_read(call, planned, by_rows, may_follow=False)
+        return call.mirror(map(leaf_ids, rows))
 
     return ids_fun
 
@@ -85,89 +85,50 @@ def leaf_ids(rows: Rows) -> jax.Array | IndexedSlices | None:
     return rows.indices if alone else rows
 
 
-class RowsRead:
-    """What a call reads of its leaves.
+def rows_read(
+    call: UserCall, planned: Planned, leaves: set[int], may_follow: bool = True
+) -> list[Rows]:
+    """For each leaf the rows that a call reads, if it is one of these ``leaves``.
 
-    Args:
-      call: the call; of its arrays only shapes and dtypes count.
-      planned: its plan.
+    Slices without elements: the rows that a gradient may come into, then others.
 
     Raises:
-      ValueError: for rows that depend on the values of the array itself.
+      ValueError: unless they ``may_follow``, for rows that depend on values of the leaf.
     """
+    operands = [*call.primals, *call.inputs]
+    program = _numbers_of_reads(planned, operands, every=True)
+    sites = planned.sites
+    wanted = [site.leaf in leaves for site in sites]
+    for i in () if may_follow else sorted(leaves):
+        own = [site.leaf == i for site in sites]
+        if any(own) and _jax.inputs_used(program, own)[i]:
+            line = next(_jax.user_line(site.source) for site in sites if site.leaf == i)
+            raise ValueError(
+                f"the rows that are read of {planned.leaves[i]} depend on its own values "
+                f"({line}), so they are not known before it has caught up: "
+                "jslices.train_step reads them, and tx.now(params, state); or "
+                "tx.flush(params, state) brings all rows up to date"
+            )
+    indices = _jax.eval_minimal(program, wanted, operands)
+    reads = list(zip((site for site in sites if site.leaf in leaves), indices, strict=True))
 
-    def __init__(self, call: UserCall, planned: Planned) -> None:
-        self._planned, self._sites = planned, planned.sites
-        self._program = _numbers_of_reads(planned, call.primals, every=True)
-        #: The leaves that are read as a whole, and where if no gradient comes in there.
-        self.whole = planned.read_whole
-        self.whole_lines = {i: _jax.user_line(x.source) for i, x in planned.no_grad.items()}
-        sites = self._sites
-        by_rows = {site.leaf for site in sites} - self.whole
-        # Rows without gradient whose numbers depend on rows may be any.
-        for n, site in enumerate(sites):
-            if site.graded or site.leaf not in by_rows:
-                continue
-            if not by_rows.isdisjoint(self._sources([n])) or self._are_many(site.leaf):
-                self.whole.add(site.leaf)
-                self.whole_lines[site.leaf] = _jax.user_line(site.source)
-        self._known = [n for n, site in enumerate(sites) if site.leaf not in self.whole]
-        #: The leaves whose values determine which rows are read.
-        self.sources = self._sources(self._known)
-        for site in (sites[n] for n in self._known):
-            if site.leaf in self.sources:
-                raise ValueError(
-                    f"the rows that are read of {planned.leaves[site.leaf]} depend on its "
-                    f"own values ({_jax.user_line(site.source)}), so they are not known "
-                    "before it has caught up: tx.flush(params, state) brings all rows up "
-                    "to date"
-                )
+    def of(graded: bool) -> list[Rows]:
+        chosen = [(site, x) for site, x in reads if site.graded == graded]
+        none = [jnp.zeros((*x.shape, 0)) for _, x in chosen]
+        by_leaf = gradients_of([x for x, _ in chosen], none, [x for _, x in chosen])
+        rows: list[Rows] = [None] * len(planned.leaves)
+        for i, x in by_leaf.items():
+            leaf = planned.leaves[i]
+            rows[i] = x.numbered_as((*leaf.aval.shape[: leaf.row_axes], 0))
+        return rows
 
-    def _are_many(self, leaf: int) -> bool:
-        """Whether no fewer rows are read without gradient than the leaf has.
-
-        Or several axes number rows that are exchanged between devices.
-        """
-        spec, sites = self._planned.leaves[leaf], self._planned.sites_of(leaf)
-        count = sum(site.total for site in sites if not site.graded)
-        exchanged = any(site.exchange for site in sites) and spec.row_axes > 1
-        return exchanged or is_below(spec.table_shape[0] - 1, count)
-
-    def _sources(self, numbers: Sequence[int]) -> set[int]:
-        """The leaves that the row numbers of these reads follow from."""
-        outputs = [n in numbers for n in range(len(self._sites))]
-        used = _jax.inputs_used(self._program, outputs)
-        return {i for i, is_used in enumerate(used) if is_used}
-
-    def at(self, primals: Sequence[Any]) -> tuple[list[Rows], list[Rows]]:
-        """For each leaf the rows that a gradient may come into, and those read besides.
-
-        Slices without elements; those of the latter count as distinct, as ``tx.peek`` need
-        not merge them. None for none, and for a leaf that is read as a whole.
-        """
-        outputs = [n in self._known for n in range(len(self._sites))]
-        indices = _jax.eval_minimal(self._program, outputs, primals)
-        reads = [(self._sites[n], x) for n, x in zip(self._known, indices, strict=True)]
-
-        both: list[list[Rows]] = []
-        for graded in (True, False):
-            sites = [site for site, _ in reads if site.graded == graded]
-            numbers = [x for site, x in reads if site.graded == graded]
-            none = [jnp.zeros((*x.shape, 0)) for x in numbers]
-            rows: list[Rows] = [None] * len(self._planned.leaves)
-            for i, x in gradients_of(sites, none, numbers).items():
-                leaf, facts = self._planned.leaves[i], x.facts._replace(distinct=not graded)
-                x = x.numbered_as((*leaf.aval.shape[: leaf.row_axes], 0))
-                rows[i] = x.with_facts(facts)
-            both.append(rows)
-        return both[0], both[1]
+    return list(map(joined, of(graded=True), of(graded=False)))
 
 
 def joined(rows: Rows, others: Rows) -> Rows:
     """The rows of both, with duplicates."""
     if others is None:
         return rows
-    others = others.with_facts(others.facts._replace(distinct=False))
     if rows is None:
         return others
     if rows.facts.placement is not None:

@@ -44,7 +44,9 @@ def as_now(missed: Missed, p: jax.Array, rows: PyTree, shared: PyTree) -> jax.Ar
     return now_p.bind(jnp.asarray(p), *map(jnp.asarray, operands), **how, whole=True)  # type: ignore[no-any-return]
 
 
-def _compute(p: Any, *operands: Any, missed: Missed, tree: Any, whole: bool, **_: Any) -> Any:
+def _compute(
+    p: Any, *operands: Any, missed: Missed, tree: Any, count: int, whole: bool
+) -> Any:
     rows, shared = tree.unflatten(operands)
     if whole:
         return p if missed.whole is None else missed.whole(p, rows, shared)

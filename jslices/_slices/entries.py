@@ -34,9 +34,9 @@ class Facts(NamedTuple):
       unconjugated: whether they are JAX's gradient of a real number by complex rows, whose
         conjugate a step follows.
 
-    Slices keep placement, packing and ``at_now`` wherever JAX takes them apart and puts them together.
-    They forget the rest: a ``tree.map`` over ``values`` and ``indices`` may give
-    other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
+    Slices keep placement, packing and ``at_now`` wherever JAX takes them apart and puts
+    them together. They forget the rest: a ``tree.map`` over ``values`` and ``indices`` may
+    give other rows, and a ``lax.cond`` needs the same type for an update and for zeros.
     """
 
     distinct: bool = False

@@ -122,8 +122,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         flush = lambda rate, *values: self._tx(rate).flush(*values)  # noqa: E731
         flushed = jax.jit(flush, donate_argnums=(1, 2))
         self._rows = _Rows(made, tx, learning_rate, arguments, caught_up, flushed)
-        # Whether rows without gradient wait, and whether the loss may peek at them.
-        self.catches_up, self.peeks = made.catches_up, made.peeks
+        self.catches_up = made.catches_up  #: whether rows without gradient wait
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make the variables of the state, for these variables of the model."""
@@ -201,7 +200,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             gradients = tree.map(lambda g: g / self.loss_scale_factor, gradients)
         tx = self._tx(self._rate())
         args = self._clipped(gradients), self._state(), self.values()
-        self._assign(*tx.apply(*args, peeked=self._rows.peeked))
+        self._assign(*tx.apply(*args))
         for variable in self._rows.variables:
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable.value))
@@ -249,19 +248,17 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.by_path(grads)
 
     @contextlib.contextmanager
-    def values_of(
-        self, grads: Sequence[PyTree], peeked: PyTree
-    ) -> Iterator[list[jax.Array | None]]:
+    def values_of(self, grads: Sequence[PyTree]) -> Iterator[list[jax.Array | None]]:
         """The gradients with the ``values`` of IndexedSlices in their place.
 
         For a LossScaleOptimizer around this one, which tests and scales arrays, and then
-        passes them to :meth:`apply`. ``peeked`` is for the step within.
+        passes them to :meth:`apply`.
         """
-        self._rows.whole_gradients, self._rows.peeked = list(grads), peeked
+        self._rows.whole_gradients = list(grads)
         try:
             yield [g.values if is_slices(g) else g for g in grads]
         finally:
-            self._rows.whole_gradients = self._rows.peeked = None
+            self._rows.whole_gradients = None
 
     def _clipped(self, grads: ByPath) -> ByPath:
         if self.clipnorm:
@@ -282,12 +279,9 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         whole = tuple(name for name, ids in rows.items() if ids is True)
         ids = self.by_path([None if ids is True else ids for ids in rows.values()])
         args = self._rate(), self.values(), self._state(), ids
-        self._assign(*self._rows.caught_up(*args, whole=whole))
-
-    def peek(self, rows: ByPath) -> ByPath:
-        """These rows after the steps that they missed."""
-        self._refuse_constraints(rows)
-        return self._tx(self._rate()).peek(self.values(), self._state(), rows)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in args[1].values())
+        catch_up = self._caught_up if is_traced else self._rows.caught_up
+        self._assign(*catch_up(*args, whole=whole))
 
     def _refuse_constraints(self, rows: ByPath) -> None:
         for variable, ids in zip(self._rows.variables, rows.values(), strict=True):
@@ -387,7 +381,6 @@ class _Rows:
     tree: Any = None  #: the structure of the state
     flushed_at: jax.Array | None = None  #: ``iterations`` when no row was behind
     whole_gradients: list[PyTree] | None = None  #: those that a step has taken apart
-    peeked: PyTree = None  #: of this step: the variables whose rows were peeked at
     current: bool = False  #: rows have caught up since the last step
 
     @property

@@ -134,15 +134,11 @@ def train_step(
         values = optimizer.by_path([now(v) for v in model.trainable_variables])
         return values, [now(v) for v in outer.variables]
 
-    def peek(params: Params, state: State, rows: PyTree) -> PyTree:
-        with scope_of(params, state):
-            return optimizer.peek(rows)
-
     def apply(
-        grads: PyTree, state: State, params: Params, key: None = None, peeked: PyTree = None
+        grads: PyTree, state: State, params: Params, key: None = None
     ) -> tuple[Params, State]:
         values = list(params.values())
-        with optimizer.values_of(list(grads.values()), peeked) as arrays:
+        with optimizer.values_of(list(grads.values())) as arrays:
             new, state = outer.stateless_apply(state, arrays, values)
         return optimizer.by_path(new), state
 
@@ -150,8 +146,7 @@ def train_step(
         raise NotImplementedError("a whole step calls apply alone")
 
     catching_up = catch_up if optimizer.catches_up else None
-    peeking = peek if optimizer.peeks else None
-    tx = GradientTransformation(unused, unused, catching_up, apply=apply, peek=peeking)
+    tx = GradientTransformation(unused, unused, catching_up, apply=apply)
     step = whole_step(loss, tx, has_aux=True, sparse=sparse)
     params, optimizer_variables, _, aux = step(
         optimizer.by_path(trainable), optimizer_variables

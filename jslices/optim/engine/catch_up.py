@@ -23,7 +23,6 @@ from jslices._jax import varying_axes
 from jslices._place import boundary
 from jslices._place.placement import placement_at_hand
 from jslices._rows import access
-from jslices._rows.sums import number_by_first, number_by_runs
 from jslices._slices import Facts, IndexedSlices, rows_at, sent_to_owners, slices_of
 from jslices._typing import Change, Leaf, PyTree, Record
 from jslices.optim.engine.clock import (
@@ -41,7 +40,7 @@ from jslices.optim.engine.rule import (
     in_dtypes_of,
     per_row,
 )
-from jslices.optim.engine.step import Plan, choose_plan, execute, read_rows, step_rows
+from jslices.optim.engine.step import Plan, execute, step_rows
 
 #: Elements of a table that ``flush`` brings up to date at a time.
 CHUNK_ELEMENTS = 1 << 18

@@ -391,9 +391,8 @@ _REPLACED = Missed(*[lambda p, now, _: now.astype(p.dtype)] * 2)
 
 def _taken_now(grads: Gradients) -> dict[str, PyTree]:
     """For ``update`` and ``apply``: which gradients were taken at ``tx.now``, if any."""
-    at_now = lambda g: is_slices(g) and g.facts.at_now  # noqa: E731
     leaves, tree = flatten(grads, is_leaf=is_leaf)
-    flags = list(map(at_now, leaves))
+    flags = [None if g is None else is_slices(g) and g.facts.at_now for g in leaves]
     return {"at_now": tree.unflatten(flags)} if any(flags) else {}
 
 

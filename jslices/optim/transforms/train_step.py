@@ -16,6 +16,7 @@ from jslices._grad.call import (
     check_callable,
     check_inputs,
 )
+from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
 from jslices._jax import is_staged, is_symbolic
 from jslices._place.boundary import platform_of
@@ -162,10 +163,13 @@ def _of_rows_now(
             hint_once(what, USED_WHOLE.format(planned.leaves[i], line))
     of_all = planned.read_whole | {i for i, x in enumerate(by_rows) if not x}
     of_all |= {i for i in range(len(by_rows)) if _is_a_pass(planned, i)}
-    whole = (i in of_all or None for i in range(len(by_rows)))
-    # Also without any: wrappers may see to other things.
-    params, state = tx.catch_up(params, state, call.mirror(whole))
-    return params, state, call.at(params, state), planned.with_caught_up(of_all)
+    # Rows that are sent from device to device catch up where they are.
+    exchanged = {site.leaf for site in planned.sites if site.exchange} - of_all
+    rows = rows_read(call, planned, exchanged) if exchanged else [None] * len(by_rows)
+    ids = call.mirror(True if i in of_all else leaf_ids(x) for i, x in enumerate(rows))
+    params, state = tx.catch_up(params, state, ids)
+    planned = planned.with_caught_up(of_all | exchanged)
+    return params, state, call.at(params, state), planned
 
 
 def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[..., Any]:
