@@ -162,13 +162,14 @@ def _of_rows_now(
             what = ("whole", planned.leaves[i].name, line)
             hint_once(what, USED_WHOLE.format(planned.leaves[i], line))
     of_all = planned.read_whole | {i for i, x in enumerate(by_rows) if not x}
-    of_all |= {i for i in range(len(by_rows)) if _is_a_pass(planned, i)}
-    # Rows that are sent from device to device catch up where they are.
-    exchanged = {site.leaf for site in planned.sites if site.exchange} - of_all
-    rows = rows_read(call, planned, exchanged) if exchanged else [None] * len(by_rows)
+    # Rows that are sent from device to device catch up where they are. A pass over all rows
+    # that does missed steps as well would copy what the loss has read of them.
+    first = {site.leaf for site in planned.sites if site.exchange} - of_all
+    first |= {i for i in range(len(by_rows)) if _is_a_pass(planned, i)} - of_all
+    rows = rows_read(call, planned, first) if first else [None] * len(by_rows)
     ids = call.mirror(True if i in of_all else leaf_ids(x) for i, x in enumerate(rows))
     params, state = tx.catch_up(params, state, ids)
-    planned = planned.with_caught_up(of_all | exchanged)
+    planned = planned.with_caught_up(of_all | first)
     return params, state, call.at(params, state), planned
 
 
@@ -236,10 +237,7 @@ def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[.
 
 
 def _is_a_pass(planned: Planned, leaf: int) -> bool:
-    """Whether the step of an array is a pass over all of its rows.
-
-    In which XLA would copy what it reads of the missed steps of rows before it writes.
-    """
+    """Whether the step of an array is a pass over all of its rows."""
     aval, row_bytes = planned.leaves[leaf].aval, planned.leaves[leaf].row_bytes
     count = sum(site.total for site in planned.sites_of(leaf) if site.graded)
     num_rows = planned.leaves[leaf].table_shape[0] if count else 0
