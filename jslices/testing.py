@@ -19,7 +19,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from jslices.extend import Params, RowClock, State, map_clocks, unboxed
 from jslices.proof import cost, dense, in_place, program, wire
 from jslices.proof.program import Memory
 from jslices.proof.targets import target
@@ -32,6 +34,7 @@ __all__ = [
     "assert_in_place",
     "assert_no_dense_temporary",
     "assert_no_table_on_wire",
+    "assert_up_to_date",
     "collectives",
     "devices",
     "offloads",
@@ -214,6 +217,53 @@ def assert_no_table_on_wire(
     problems = wire.problems(compiled, min_bytes)
     _refuse(problems, f"{compiled.name} sends whole tables")
     return wire.traffic(compiled.module)
+
+
+def assert_up_to_date(params: Params, state: State) -> None:
+    """Assert that no row of the parameters has missed steps of an exact optimizer.
+
+    Args:
+      params: the parameters, tables ``[V, *D]`` among them.
+      state: their state, of any optimizer or wrapper. Of a lazy one nothing is behind, and
+        rows that are frozen do not move.
+
+    Raises:
+      AssertionError: naming each array with rows behind, and how many.
+
+    Cost: reads one number for each row.
+
+    Example:
+      >>> import jax.numpy as jnp, jslices as js
+      >>> tx, table = js.adam(0.1, untouched="exact"), jnp.ones((5, 1))
+      >>> step, state = js.train_step(lambda t, i: t[i].sum(), tx), tx.init(table)
+      >>> table, state, value = step(table, state, jnp.array([1, 2]))
+      >>> js.testing.assert_up_to_date(table, state)
+      Traceback (most recent call last):
+      ...
+      AssertionError: rows have missed steps: 3 of 5 of params. Read them by ...
+      >>> js.testing.assert_up_to_date(*tx.flush(table, state))
+
+    Source: ours.
+    """
+    behind: list[str] = []
+
+    def look(clock: Any, count: jax.Array) -> Any:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(unboxed(clock.last))
+        for (path, last), whole in zip(leaves, clock.whole, strict=True):
+            rows = RowClock.of(last, whole, count)
+            late = np.asarray(rows.is_late & ~rows.stays)
+            if late.any():
+                name = f"params{jax.tree_util.keystr(path)}"
+                behind.append(f"{late.sum():,} of {late.size:,} of {name}")
+        return clock
+
+    map_clocks(look, state)
+    if behind:
+        raise AssertionError(
+            f"rows have missed steps: {', '.join(behind)}. Read them by "
+            "jslices.eval_step(fun, tx)(params, state, ...) or tx.now(params, state), or let "
+            "all of them catch up, params, state = tx.flush(params, state)"
+        )
 
 
 def collectives(
