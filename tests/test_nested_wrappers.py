@@ -80,7 +80,9 @@ def train(tx, params):
         ids = jnp.array([2 * n, 1, n - 9], jnp.int32)
         params, state, value = js.train_step(loss, tx)(params, state, ids)
         values.append(value)
-    return tx.flush(params, state)[0], values
+    evaluate = js.eval_step(lambda p, ids: (p["a"][ids], of_both(p, ids)), tx)
+    values.append(evaluate(params, state, jnp.arange(4)))
+    return tx.flush(params, state)[0], values, tx.now(params, state)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Random programs as losses of ``train_step``: what it reads is what catches up.
+"""Random programs as losses of ``train_step`` and functions of ``eval_step``.
 
 Ids are in range and out of range, some steps leave tables out, some rows are read for an
 auxiliary result alone. What is right is ``jax.value_and_grad`` and dense Optax, for lazy
@@ -123,8 +123,10 @@ def check(drawn, untouched):
                 ids,
             )
             results.append(((value, aux), (value_now, aux_now)))
+        evaluate = js.eval_step(ours[0], tx)
+        results.append((evaluate(*mine, start), theirs[0](wanted[0], start)))
         last = tx.flush(*mine)[0] if untouched == "exact" else mine[0]
-        return [*results, (last, wanted[0])]
+        return [*results, (last, wanted[0]), (tx.now(*mine), wanted[0])]
 
     found = jax.device_get(run(params))
     for mine, wanted in found:
