@@ -261,8 +261,8 @@ def assert_up_to_date(params: Params, state: State) -> None:
     if behind:
         raise AssertionError(
             f"rows have missed steps: {', '.join(behind)}. Read them by "
-            "jslices.eval_step(fun, tx)(params, state, ...) or tx.now(params, state), or let "
-            "all of them catch up, params, state = tx.flush(params, state)"
+            "jslices.eval_step(fun, tx)(params, state, ...) or tx.now(params, state), or "
+            "let all of them catch up, params, state = tx.flush(params, state)"
         )
 
 

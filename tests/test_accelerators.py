@@ -289,7 +289,7 @@ def test_kernels_of_adam_on_a_gpu():
     assert lazy.temp_bytes <= 4.5 * K * 64 * 4
     # Rows in turn, the log, and values of a gradient that wait for what is returned.
     assert exact.copies == 0 and count(exact) <= 32
-    assert exact.accessed_bytes <= 1.5 * lazy.accessed_bytes
+    assert exact.accessed_bytes <= 1.55 * lazy.accessed_bytes
 
 
 #: What a loss ``(value, aux)`` returns or reads besides, of a table, ids and other ids.

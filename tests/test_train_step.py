@@ -670,7 +670,9 @@ def test_an_own_optimizer_needs_a_catch_up_alone():
     def catch_up(params, state, ids):
         last, count = state
         moved = left(last, count) * params
-        return (moved, (jnp.full_like(last, count), count)) if ids is True else (params, state)
+        return (
+            (moved, (jnp.full_like(last, count), count)) if ids is True else (params, state)
+        )
 
     def update(grads, state, params):
         last, count = state

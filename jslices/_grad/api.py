@@ -211,9 +211,7 @@ def evaluated(call: UserCall, planned: Planned) -> Any:
     return planned.outputs.aux(flat[planned.outputs.num_results :])
 
 
-def _in_order(
-    returned: Any, grads: Any, all_by_values: bool
-) -> tuple[Any, Any]:
+def _in_order(returned: Any, grads: Any, all_by_values: bool) -> tuple[Any, Any]:
     """Both, but no row of a gradient before all else is computed.
 
     Whatever is returned reads tables that a step is about to write. XLA does not read first
@@ -225,6 +223,7 @@ def _in_order(
     arrays = {i: x for i, x in enumerate(outputs) if _is_computed(x)}
     if not _jax.is_staged() or not rows or len(rows) + len(arrays) < 2:
         return returned, grads
+
     # The rows of others, which an exact step brings up to date, wait for values.
     def by_values(g: IndexedSlices) -> bool:
         at_now = g.facts.at_now and mesh_of(jax.typeof(g.values)) is None
@@ -288,9 +287,7 @@ def vjp(
 # --- from a planned call to its gradient ------------------------------------------------
 
 
-def _linearize(
-    call: UserCall, planned: Planned
-) -> tuple[Any, Callable[[Any], Any], Any]:
+def _linearize(call: UserCall, planned: Planned) -> tuple[Any, Callable[[Any], Any], Any]:
     """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
 
     ``pullback`` leads from the result's cotangent to the gradients.

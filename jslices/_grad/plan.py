@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jslices import _jax
+from jslices._densify import UserLine
 from jslices._exchange.plan import ExchangePlan
 from jslices._grad import custom  # noqa: F401  (it registers rules)
 from jslices._grad.call import (
@@ -153,7 +154,7 @@ class Planned(NamedTuple):
         }
 
     @property
-    def whole_lines(self) -> dict[int, str]:
+    def whole_lines(self) -> dict[int, UserLine]:
         """Where leaves are used as a whole though no gradient comes in there."""
         return {i: _jax.user_line(x.source) for i, x in self.no_grad.items()}
 
@@ -248,6 +249,8 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
     by_rows = [plan for plan in plans if plan.kind(number) != "dense"]
     if not by_rows:
         return plans[0]
+    if plans[0].kind(number) == "unused":
+        return next((x for x in plans if number not in x.no_grad), plans[0])
     best, leaf = by_rows[0], plans[0].leaves[number]
     for plan in by_rows[1:]:
         if is_below(plan.bytes_of_rows(number), best.bytes_of_rows(number)):
@@ -264,7 +267,8 @@ def _best_plan(plans: Sequence[Planned], number: int) -> Planned:
 def _may_have_finer_rows(planned: Planned, number: int) -> bool:
     """True for an array with more axes that is looked up, or picked apart."""
     leaf, use = planned.leaves[number], planned.dense.get(number)
-    if leaf.aval.ndim < leaf.row_axes + 2 or planned.kind(number) == "unused":
+    unread = planned.kind(number) == "unused" and number not in planned.no_grad
+    if leaf.aval.ndim < leaf.row_axes + 2 or unread:
         return False
     is_layer = use is not None and use.what in _PRODUCTS and not use.of_product
     return leaf.may_be_sparse and not is_layer

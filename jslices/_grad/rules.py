@@ -719,7 +719,9 @@ def _as_now(eqn: Equation, operands: Values, lead: int) -> Result:
             return view
         if isinstance(view, TableView) and view.now is None:
             return dataclasses.replace(view, now=now)
-        inner = through(view.inner) if isinstance(view, Repeated | Unslotted) else None
+        if not isinstance(view, Repeated | Unslotted):
+            return None
+        inner = through(view.inner)
         return inner and dataclasses.replace(view, inner=inner)
 
     table = through(view)

@@ -43,10 +43,9 @@ def train_step(
 ) -> Callable[..., tuple[Any, ...]]:
     """The training step of a loss: its value and gradient, and the optimizer's step.
 
-    What ``value_and_grad`` and ``tx.apply`` are in two calls. Under
+    ``value_and_grad`` of ``fun(tx.now(params, state), *args)``, and ``tx.apply``: under
     ``untouched="exact"`` the loss is that of rows which have made up for the steps that
-    they missed: the program itself tells which it reads, so that no ids are passed by hand.
-    Lazy optimizers have nothing to make up for.
+    they missed. Lazy optimizers have nothing to make up for.
 
     Args:
       fun: a function of the parameters and what else :func:`jslices.value_and_grad` takes,
@@ -66,16 +65,14 @@ def train_step(
       caller, in place with ``donate_argnums=(0, 1)``, and to be scanned.
 
       Untouched rows: lazy ones wait. Exact ones go on missing steps, so type
-      ``params, state = tx.flush(params, state)`` before parameters are saved or evaluated.
+      ``params, state = tx.flush(params, state)`` before parameters are saved, and evaluate
+      by :func:`jslices.eval_step`.
       Rows that are read without gradient (behind ``stop_gradient``, for ``aux``, by an id
       out of range) are read as they are after missed steps, and not written. An array that
       the call uses as a whole catches up as a whole; one that it does not use misses the
       step.
 
     Raises:
-      ValueError: under an exact optimizer, if the rows that get a gradient depend on the
-        values of the table itself, with the line that reads them; only ``tx.flush`` before
-        every step can serve that.
       TypeError: if ``tx`` is not an optimizer of jslices. Otherwise as
         :func:`jslices.value_and_grad`, and nothing has changed then.
 
@@ -87,10 +84,10 @@ def train_step(
     parameters go downhill: JAX's gradients by them are conjugated.
 
     Cost: a gradient and a step of the rows that are read; ``fun`` is traced once. An exact
-    optimizer reads rows and their state before the loss, and XLA reads them once for the
-    step as well. Rows catch up before, and are written twice, where a step is a pass over
-    the table, on a mesh, outside of ``jit``, and by optimizers that cannot peek. An array
-    that the call uses as a whole catches up before, if any row of it is behind.
+    optimizer reads rows and their state for the loss, and again for the step. Rows catch up
+    before, and are written twice, where a step is a pass over the table, and where rows are
+    exchanged between devices. An array that the call uses as a whole catches up before, if
+    any row of it is behind.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -180,8 +177,9 @@ def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[.
     parameters alone are not what a dense optimizer would have.
 
     Args:
-      fun: a function of the parameters and other arguments, any pytree its result: a loss,
-        metrics, scores. What it gets is described at :func:`jslices.value_and_grad`.
+      fun: a function of the parameters and other arguments, its result any pytree of
+        arrays: a loss, metrics, scores. It is traced as :func:`jslices.value_and_grad` has
+        it.
       tx: the optimizer.
 
     Returns:
