@@ -184,6 +184,7 @@ class _ByLabel:
             plan=self.plan,
             peek=self.peek if late and all(tx.peeks for tx in late) else None,
             of_rows=renumbering(self._of_rows, *self.transforms.values()),
+            exact=any(tx.exact for tx in self.transforms.values()),
         )
 
     def _of_rows(self, *transforms: GradientTransformation) -> GradientTransformation:

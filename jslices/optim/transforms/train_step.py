@@ -117,7 +117,8 @@ def train_step(
             "peek",
             "train_step got an optimizer without peek: its rows are written when they "
             "catch up, and again by the step. Type GradientTransformation(init, update, "
-            "catch_up, flush, apply=tx.apply, peek=tx.peek) where it is put together",
+            "catch_up, flush, apply=tx.apply, peek=tx.peek) where it is put together, or "
+            "measure beside the step what a chain measures after it",
         )
 
     def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
