@@ -80,7 +80,9 @@ ODD = [0.0, -0.0, 1.0, -2.0, np.inf, -np.inf, np.nan, -np.nan]
     query=st.tuples(*[st.sampled_from(ODD)] * 2),
     block=st.sampled_from([2, 4, 6]),
 )
-@example(table=[(1, 0), (3, 0), (np.inf, 1), (2, 0), (-1, 0), (1, 1)], query=(0, 1), block=4)
+@example(
+    table=[(1, 0), (3, 0), (np.inf, 1), (2, 0), (-1, 0), (1, 1)], query=(0, 1), block=4
+)
 @example(table=[(-1, 0), (1, 0), (-2, 0), (2, 0), (1, 0), (0, 0)], query=(0, 0), block=2)
 def test_nan_of_either_sign_is_first_and_zeros_are_equal(table, query, block):
     """An x86 gives NaN that it computes, 0 * inf, a sign."""
