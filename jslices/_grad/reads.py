@@ -172,8 +172,9 @@ class Reader:
         if ids is None:
             return drop_sharding(value)
         if not isinstance(value, View):
-            there_are_none = value is None or ids.read is None
-            return None if there_are_none else take_rows(value, ids.read, mode="clip")
+            if value is None or ids.read is None:
+                return None
+            return take_rows(drop_sharding(value), ids.read, mode="clip")
         # Whatever array a table is by now, its rows are those of the leaf.
         key = (value.leaf if isinstance(value, TableView) else value, ids.name)
         if key not in self._rows:
