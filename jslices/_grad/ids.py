@@ -47,7 +47,8 @@ def lookup_ids(
 
     Raises:
       ValueError: if the rows that are read depend on the values of the array itself, as
-        these change when it catches up.
+        these change when it catches up. (An array on whose values those of another depend
+        has to catch up before this call.)
 
     Cost: that of computing the ids; nothing else of ``fun`` is run.
 
@@ -114,8 +115,8 @@ class RowsRead:
         self._known = [n for n, site in enumerate(sites) if site.leaf not in self.whole]
         #: The leaves whose values determine which rows are read.
         self.sources = self._sources(self._known)
-        for site in (sites[n] for n in self._known):
-            if site.leaf in self.sources:
+        for n, site in ((n, sites[n]) for n in self._known):
+            if site.leaf in self._sources([n]):
                 raise ValueError(
                     f"the rows that are read of {planned.leaves[site.leaf]} depend on its "
                     f"own values ({_jax.user_line(site.source)}), so they are not known "

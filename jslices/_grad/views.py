@@ -74,6 +74,11 @@ class View:
         """The array itself; ``of(part)`` gives that of a part."""
         raise NotImplementedError
 
+    @property
+    def forward(self) -> "View":
+        """The view where no gradient is needed."""
+        return self
+
     @functools.cached_property
     def reads(self) -> Reads:
         """The tables whose rows a read takes, in the order of the reads."""
@@ -125,6 +130,9 @@ class Keyed:
 
     function: Callable[[Values, int], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
+    #: The forward rule, of a function with a derivative of its own: JAX runs it in a
+    #: gradient, and other derivatives of it are those of the rule.
+    forward: Any = dataclasses.field(compare=False, default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,6 +156,11 @@ class Rowwise(View):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return self.apply.function(list(map(of, self.operands)), self.shape[0])
+
+    @property
+    def forward(self) -> View:
+        rule = self.apply.forward
+        return self if rule is None else dataclasses.replace(self, apply=Keyed(rule, ()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
