@@ -130,8 +130,8 @@ class Keyed:
 
     function: Callable[[Values, int], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
-    #: The forward rule, of a function with a derivative of its own: JAX runs it in a
-    #: gradient, and other derivatives of it are those of the rule.
+    #: Of a function with a derivative of its own, as that computes it: JAX runs this in
+    #: a gradient, whether it comes in there or not.
     forward: Any = dataclasses.field(compare=False, default=None)
 
 
