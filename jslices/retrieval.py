@@ -34,8 +34,8 @@ def top_k(
       block: rows at a time; by default 2^22 scores of all queries, 2^12 to 2^20 rows.
 
     Returns:
-      ``(scores, ids)``, both ``[*B, k]``, in the order of ``jax.lax.top_k``: of equal
-      scores the lower id first, NaN before all. Scores are float32 or wider, ids int32.
+      ``(scores, ids)``, both ``[*B, k]``, the largest first: of equal scores (0.0 and -0.0)
+      the lower id first, NaN before all. Scores are float32 or wider, ids int32.
       Where no row is left, or its score is -inf, the id is -1. Both are constants for
       differentiation: look the ids up for row gradients.
 
@@ -185,7 +185,11 @@ def _top_k(
             rows = lax.dynamic_slice_in_dim(table, first, width).astype(dtype)
             places = jnp.where(seen < start + first, width, seen - start - first)
             done = first + jnp.arange(width) < number * width
-            scores = jnp.where(done[None], -jnp.inf, queries @ rows.T)
+            scores = queries @ rows.T
+            # lax.top_k goes by bits, and where an x86 computes NaN it has a sign.
+            scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
+            scores = jnp.where(scores == 0, 0, scores)
+            scores = jnp.where(done[None], -jnp.inf, scores)
             leave_out = lambda x, i: x.at[i].set(-jnp.inf, mode="drop")  # noqa: E731
             scores = jax.vmap(leave_out)(scores, places)
             ids = jnp.broadcast_to(start + first + jnp.arange(width), scores.shape)

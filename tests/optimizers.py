@@ -49,6 +49,7 @@ BY_ROW = [
 # Not in Optax.
 OWN = [
     ("rowwise_adagrad", {}),
+    ("sgd", {"weight_decay": 0.1, "mask": {"table": True, "w": False}}),
     ("adagrad", {"eps_in_sqrt": False, "initial_accumulator_value": 0.0}),
     ("adam", {"bias_correction": "row"}),
     ("rowwise_adagrad", {"initial_accumulator_value": 0.1, "eps": 1e-3}),

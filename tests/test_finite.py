@@ -48,6 +48,35 @@ def test_overflow_in_the_sum_only():
     assert not js.all_finite(js.IndexedSlices(largest, jnp.array([1, 1]), (V, 1)))
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0xFF800001, 0x7FFFFFFF])
+def test_a_nan_of_either_sign_passes_through_norms_clipping_and_maxima(bits):
+    """An x86 gives NaN that it computes, inf - inf, a sign."""
+    nan = np.array([bits], np.uint32).view(np.float32)[0]
+    rows = js.IndexedSlices(jnp.array([[1.0, nan], [3.0, 4.0]]), jnp.array([1, 2]), (V, 2))
+
+    @fast_jit
+    def results(rows):
+        narrow = jnp.zeros((V, 2), jnp.bfloat16)
+        clipped = js.clip_by_global_norm({"a": rows}, 1.0)
+        return (
+            js.global_norm(rows),
+            clipped[0]["a"].values,
+            js.clip_by_norm(rows, 1.0).values,
+            js.clip_by_average_norm(rows, 1.0).values,
+            js.clip_by_value(rows, -1.0, 1.0).values,
+            js.clip_rows_by_norm(rows, 1.0).values,
+            js.optim.clip_by_block_rms(1.0).update(rows, ())[0].values,
+            js.project_rows(rows.to_dense(), rows, 1.0),
+            js.scatter_max(jnp.zeros((V, 2)), rows.indices, rows.values),
+            js.scatter_min(jnp.zeros((V, 2)), rows.indices, rows.values),
+            js.apply_updates(narrow, rows),
+            js.apply_updates(narrow, rows, jax.random.key(0)),
+        )
+
+    assert not finite({"a": rows})
+    assert all(np.isnan(np.asarray(x, np.float32)).any() for x in results(rows))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_nan_among_many_numbers_is_noticed(dtype):
     """XLA:CPU leaves it out of maxima of 4,096 numbers (jaxlib 0.10.2 to 0.12.0.1)."""

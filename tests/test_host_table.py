@@ -92,7 +92,7 @@ START = beginning(np.arange(V))
 EXACT = [("sgd", {"momentum": 0.9}), ("adam", {}), ("adamw", {"weight_decay": 0.1})]
 EXACT += [("amsgrad", {}), ("lion", {}), ("rmsprop", {}), ("adadelta", {"rho": 0.8})]
 EXACT += [("adamw", {"learning_rate": optimizers.SCHEDULE})]
-EXACT += [("rowwise_adagrad", {"weight_decay": 0.1})]
+EXACT += [(name, {"weight_decay": 0.1}) for name in ("rowwise_adagrad", "sgd")]
 # One case for each set of arrays that are kept of a row.
 CASES = [*optimizers.FIRST, ("sgd", {"momentum": 0.9})]
 CASES += [("adam", {"bias_correction": "row"})]

@@ -790,6 +790,37 @@ def test_derivatives_of_derivatives_go_through_custom_ones():
     assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_derivatives_of_values_that_get_no_gradient_go_through_custom_ones():
+    """In a gradient JAX runs the forward rule, which another derivative then is that of."""
+    stop = jax.lax.stop_gradient
+    forms = {
+        "compared": lambda z, t: jnp.where(jnp.isfinite(z[:2]), z[:2], 0),
+        "compared at ids": lambda z, t: jnp.where(z[IDS] > 0, z[IDS], 0),
+        "stopped": lambda z, t: stop(z[:2]) * z[:2],
+        "stopped before it is read": lambda z, t: (stop(z) * t)[IDS],
+        "rows that it tells": lambda z, t: t[jnp.argmax(z[:2, 0]) + IDS],
+    }
+    twice = jax.custom_vjp(jnp.sin)
+    twice.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+    functions = {"custom_vjp": twice, "custom_jvp": steep}
+    cases = {(x, y): (functions[x], forms[y]) for x in functions for y in forms}
+
+    def make(grad, function, form):
+        def loss(t):
+            z = function(t)
+            return (form(z, t) ** 3).sum(), z[:2]
+
+        def inner(t):
+            slices, aux = grad(loss, has_aux=True)(t)
+            return dense(slices), aux
+
+        return lambda t: jax.jvp(inner, (t,), (jnp.cos(t),))
+
+    found = all_at_once({n: make(js.grad, *x) for n, x in cases.items()}, TABLE)
+    wanted = all_at_once({n: make(jax.grad, *x) for n, x in cases.items()}, TABLE)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_padding_row_gets_no_gradient():
     grad = fast_jit(js.grad(lambda t: (t.at[0].set(1.0)[IDS] ** 2).sum()))(TABLE)
     np.testing.assert_array_equal(grad.indices, [4, 1, 4, V])

@@ -54,6 +54,17 @@ def adam_by_row(nesterov=False, eps_hat=False, b1=0.9, b2=0.999, eps=1e-8):
     return step
 
 
+def sgd(decay, momentum=0.0, nesterov=False):
+    """PyTorch's ``SGD``."""
+
+    def step(r, g, p, s, t, lr):
+        g = g + value(decay, t) * p[r]
+        s["m"][r] = momentum * s["m"][r] + g
+        p[r] -= lr * (g + momentum * s["m"][r] if nesterov else s["m"][r])
+
+    return step
+
+
 def rowwise_adagrad(decay):
     def step(r, g, p, s, t, lr):
         s["sum"][r] += (g**2).mean(1, keepdims=True)
@@ -103,6 +114,14 @@ PEERS = {
         {"initial_accumulator_value": 0.1, "eps_in_sqrt": False, "eps": 1e-3},
         0.1,
         adagrad(1e-3, 0.1),
+    ),
+    "PyTorch's SGD": ("sgd", {"weight_decay": 0.1}, 0.1, sgd(0.1)),
+    "its schedules of both": ("sgd", {"weight_decay": FALLING}, COSINE, sgd(FALLING)),
+    "its momentum": (
+        "sgd",
+        {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
+        0.1,
+        sgd(0.1, 0.9, nesterov=True),
     ),
     "DGL's SparseAdam": ("adam", BY_ROW, 0.1, adam_by_row()),
     "its look ahead": (
@@ -203,7 +222,7 @@ def error(got, wanted, start):
 @pytest.mark.parametrize("name", PEERS)
 def test_is_the_formula_of_its_peer(name, how):
     optimizer, _, rate, step = PEERS[name]
-    if how == "exact" and optimizer in NOT_EXACT:
+    if how == "exact" and (optimizer in NOT_EXACT or name == "its momentum"):
         with pytest.raises(ValueError, match="exact"):
             compiled(name, how)
         return
@@ -215,11 +234,13 @@ def test_is_the_formula_of_its_peer(name, how):
         wanted = in_numpy(step, rate, how, table, *batches)
         assert error(got, wanted, table) < TOLERANCES.get(optimizer, 1e-6), scale
         never = np.asarray(got)[-2:] == table[-2:]
-        decays = "rowwise" in optimizer and how != "lazy"
+        decays = ("rowwise" in optimizer or optimizer == "sgd") and how != "lazy"
         assert never.all() != (decays or (how, optimizer) == ("dense", "ftrl"))
 
 
-@pytest.mark.parametrize("name", ["schedules of both", "its schedules"])
+@pytest.mark.parametrize(
+    "name", ["schedules of both", "its schedules", "its schedules of both"]
+)
 @settings(max_examples=15)
 @given(ids=st.lists(st.integers(-1, V), min_size=K, max_size=K), seed=st.integers(0, 99))
 def test_decay_is_exact_whatever_rows_wait(name, ids, seed):

@@ -147,7 +147,7 @@ def complex_table(name):
 
 
 def with_optax(name):
-    dense = js.from_optax(eval(name, {"optax": optax, "lr": RATE}))
+    dense = js.from_optax(evaluated(name))
 
     def of(code):
         ours = evaluated(code)
@@ -424,6 +424,10 @@ def test_numbers_in_sentences():
         (share,) = (x for key, x in shares.items() if key.startswith(f"complex {name}("))
         assert re.search(rf"{name} {share:.2f}\b", moving)
     assert f"{shares['FBGEMM PARTIAL_ROWWISE_LAMB']:.2f} of the movement apart" in moving
+    l2 = "optax.chain(optax.add_decayed_weights(wd), optax.adam(lr))"
+    for share in (x[11:] for _, theirs, _, _, x in ROWS if theirs == l2):
+        for page in ("coming_from/optax.md", "coming_from/pytorch.md", "moving.md"):
+            assert re.search(rf"\b{share} of (the movement|it) apart", text_of(page))
     for theirs in ("torch.optim.SGD, momentum", "EXACT_SGD, gradient_clipping"):
         assert f"{shares[theirs]:.2f} of the movement apart" in pytorch
 

@@ -288,3 +288,30 @@ def test_jax_takes_as_many_rows():
 def test_bad_counts(args, error, text):
     with pytest.raises(error, match=text):
         js.padded_rows(*args)
+
+
+@pytest.mark.parametrize(
+    "jit", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
+)
+def test_rows_of_other_arrays_are_read_beside_those_of_a_table(jit):
+    """Masks, weights and ages by row, on the Explicit axes that ``jax.make_mesh`` makes."""
+    mesh, _ = on_mesh("Explicit", P("x"))
+    rng, ids = np.random.default_rng(0), np.arange(0, 64, 8)
+    table, by_row = rng.normal(size=(V, D)).astype("f"), np.arange(V)
+    forms = [
+        lambda t, n: t * n[:, None],
+        lambda t, n: jnp.where((n > 9)[:, None], t, 0),
+        lambda t, n: t * jnp.exp(-n / 9)[:, None] + n[:, None] * 1.0,
+    ]
+
+    def loss(table, by_row, ids, split):
+        rows = (form(table, by_row).at[ids].get(out_sharding=split) for form in forms)
+        return sum((x**2).sum() for x in rows)
+
+    wanted = jax.grad(loss)(table, by_row, ids, None)
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put((table, by_row, ids), NamedSharding(mesh, P("x")))
+        split = NamedSharding(mesh, P("x", None))
+        found = jit(js.grad(lambda *arrays: loss(*arrays, split)))(*arrays)
+    assert js.is_slices(found)
+    assert_close(found.to_dense(), wanted, 1e-5)

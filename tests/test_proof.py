@@ -43,6 +43,7 @@ EXACT = [
     ("partial_rowwise_adam", {}),
     ("partial_rowwise_adam", {"weight_decay": 0.1}),
     ("rowwise_adagrad", {"weight_decay": 0.1}),
+    ("sgd", {"weight_decay": 0.1}),
     ("proximal_adagrad", {}),
 ]
 

@@ -1,7 +1,7 @@
 """Random programs as losses of ``train_step`` and functions of ``eval_step``.
 
-Ids are in range and out of range, some steps leave tables out, some rows are read for an
-auxiliary result alone. What is right is ``jax.value_and_grad`` and dense Optax, for lazy
+Ids are in range and out of range, in some programs they follow from rows of another table,
+some steps leave tables out, some rows are read for an auxiliary result alone. What is right is ``jax.value_and_grad`` and dense Optax, for lazy
 steps undone in the rows that no gradient names.
 """
 
@@ -13,6 +13,7 @@ import pytest
 from helpers import PROGRAMS, fast_jit
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
+from jax import lax
 from test_random_programs import program
 
 import jslices as js
@@ -27,7 +28,8 @@ STEPS = 5
 
 @st.composite
 def programs(draw):
-    """A loss, an auxiliary result, which steps leave tables out, micro-batches or not."""
+    """A loss, an auxiliary result, which steps leave tables out; micro-batches or not,
+    and whether ids follow from rows of another table."""
     return drawn_by(draw(st.randoms(use_true_random=False)))
 
 
@@ -36,10 +38,22 @@ def drawn_by(rng):
     one = program(pick, x64=False, sure=pick(True, False))
     other = program(pick, x64=False, sure=True)
     left_out = [pick(False, False, True) for _ in range(STEPS - 1)]
-    return one, other, left_out, pick(False, False, True)
+    return one, other, left_out, pick(False, False, True), pick(False, True)
 
 
-def losses(one, other, module):
+#: Of each row the largest column changes once it has moved.
+CODES = np.random.default_rng(0).normal(size=(9, 3)).astype("f") * 1e-4
+
+
+def by_codes(codes, ids):
+    """Ids that follow from rows of codes, and a loss that moves these."""
+    rows = codes[jnp.arange(3) + jnp.int32(sum(x.ravel()[:1].sum() for x in ids.values()))]
+    by = jnp.argmax(lax.stop_gradient(rows), 1).sum()
+    moved = (rows * jnp.sin(jnp.arange(9.0).reshape(3, 3))).sum()
+    return {k: x + by.astype(x.dtype) for k, x in ids.items()}, moved
+
+
+def losses(one, other, module, follows=False):
     """The losses ``(value, aux)`` of parameters and ids, with tables and without."""
     more = {} if module is js else {"embedding_lookup": None}
     names, others = (x.names(**more) for x in (one, other))
@@ -52,9 +66,11 @@ def losses(one, other, module):
 
     def with_tables(params, ids):
         aux = others["loss"](others["P"] | {k: params[k] for k in "ab"}, others["A"])
-        return names["loss"](fixed | params, ids) + without(params, ids)[0], aux
+        ids, moved = by_codes(params["codes"], ids) if follows else (ids, 0)
+        return names["loss"](fixed | params, ids) + without(params, ids)[0] + moved, aux
 
     params = {k: x for k, x in names["P"].items() if k not in fixed}
+    params |= {"codes": CODES} if follows else {}
     return with_tables, without, params, names["A"]
 
 
@@ -92,11 +108,11 @@ def named_rows(grad):
 
 
 def check(drawn, untouched):
-    one, other, left_out, micro = drawn
+    one, other, left_out, micro, follows = drawn
     micro &= untouched == "exact"  # a lazy one is compared with what one step names
     note(f"{other!r}\n# its loss is the auxiliary result of\n{one!r}")
-    *ours, params, start = losses(one, other, js)
-    *theirs, _, _ = losses(one, other, jax)
+    *ours, params, start = losses(one, other, js, follows)
+    *theirs, _, _ = losses(one, other, jax, follows)
     # Of starts too narrow or too large for a tall array JAX makes this or that.
     assume("slice" not in one.code or max(len(x) for x in params.values()) < 128)
     assume(is_one_of_jax(theirs[0], params, start))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, fast_jit, numpy_tree
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -69,6 +69,29 @@ def test_equal_scores_have_the_lower_id_first():
     np.testing.assert_array_equal(got[1], np.tile(np.arange(9), (B, 1)))
     got = top_k(np.ones((V, D), "f"), np.ones((1, D), "f"), 3, exclude=[[0, 2]], block=4)
     assert got[1].tolist() == [[1, 3, 4]]
+
+
+ODD = [0.0, -0.0, 1.0, -2.0, np.inf, -np.inf, np.nan, -np.nan]
+
+
+@settings(max_examples=20)
+@given(
+    table=st.lists(st.tuples(*[st.sampled_from(ODD)] * 2), min_size=6, max_size=6),
+    query=st.tuples(*[st.sampled_from(ODD)] * 2),
+    block=st.sampled_from([2, 4, 6]),
+)
+@example(
+    table=[(1, 0), (3, 0), (np.inf, 1), (2, 0), (-1, 0), (1, 1)], query=(0, 1), block=4
+)
+@example(table=[(-1, 0), (1, 0), (-2, 0), (2, 0), (1, 0), (0, 0)], query=(0, 0), block=2)
+def test_nan_of_either_sign_is_first_and_zeros_are_equal(table, query, block):
+    """An x86 gives NaN that it computes, 0 * inf, a sign."""
+    with np.errstate(invalid="ignore"):
+        scores = np.array([a * query[0] + b * query[1] for a, b in table])
+    order = np.lexsort((np.arange(6), np.where(scores == 0, 0, -scores), ~np.isnan(scores)))
+    got = top_k(np.array(table, "f"), np.array(query, "f"), 6, block=block)
+    wanted = scores[order], np.where(scores[order] == -np.inf, -1, order)
+    assert_same(got, wanted)
 
 
 def test_more_than_there_are():

@@ -109,9 +109,3 @@ def test_products_are_rounded_once():
 def test_updates_of_integers_are_refused():
     with pytest.raises(TypeError, match="updates of a floating dtype, got int32"):
         js.optim.scale(0.5).update(jnp.array([4, 6]), ())
-
-
-def test_exact_optimizers_are_refused():
-    """What comes after them would not apply to missed steps."""
-    with pytest.raises(ValueError, match=r"must be the last of a chain.*partition"):
-        js.optim.chain(js.adam(0.1, untouched="exact"), js.optim.scale(0.5))

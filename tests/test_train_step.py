@@ -691,3 +691,62 @@ def test_an_own_optimizer_needs_a_catch_up_alone():
     assert_close(tx.now(table, state), wanted)
     by_now = jax.grad(lambda table: loss(tx.now(table, state), jnp.array([1])))(table)
     assert_close(by_now, jnp.zeros((5, 2)).at[1].set(1.0))
+
+
+def codes_of(params, ids):
+    return jnp.argmax(jax.lax.stop_gradient(params["code"][ids]), -1)
+
+
+def scaled(params, ids):
+    return (ids * jax.lax.stop_gradient(params["scale"][0])).astype(int) % 8
+
+
+def places(params, ids):
+    return (3 * jax.lax.stop_gradient(params["t"][ids]).sum(-1)).astype(int) % 8
+
+
+#: Row numbers of one array, or of two, that follow from rows of another.
+FOLLOWING = {
+    "codes": lambda params, ids: (codes_of(params, ids), ids),
+    "a scale": lambda params, ids: (scaled(params, ids), ids),
+    "codes at scaled ids": lambda params, ids: (codes_of(params, scaled(params, ids)), ids),
+    "each from the other": lambda params, ids: (codes_of(params, ids), places(params, ids)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless([(x,) for x in FOLLOWING], lambda case: "at" in case[0])
+)
+def test_row_numbers_may_follow_from_rows_of_another_array(name):
+    rng = np.random.default_rng(0)
+    start = {
+        "t": rng.normal(size=(8, 2)).astype("f"),
+        "code": rng.normal(size=(8, 8)).astype("f") / 9,
+        "scale": np.array([1.2], "f"),
+    }
+    batches = rng.integers(0, 8, (9, 3))
+
+    def loss(params, ids):
+        rows, others = FOLLOWING[name](params, ids)
+        moved = ((params["t"][rows] - 1) ** 2).sum() + (params["scale"][0] - 0.5) ** 2
+        return moved + ((params["code"][others] - jnp.arange(8.0)[None] / 9) ** 2).sum()
+
+    tx, dense = js.adam(0.1, untouched="exact"), optax.adam(0.1)
+    step = js.train_step(loss, tx)
+
+    @fast_jit
+    def run(params):
+        def both(carry, ids):
+            mine, (wanted, state) = carry
+            updates, state = dense.update(jax.grad(loss)(wanted, ids), state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+            return (step(*mine, ids)[:2], (wanted, state)), None
+
+        carry = (params, tx.init(params)), (params, dense.init(params))
+        (mine, (wanted, _)), _ = jax.lax.scan(both, carry, batches)
+        return tx.flush(*mine)[0], wanted
+
+    params, wanted = run(start)
+    assert_close(params, wanted, 1e-5, 1e-5)
+    ids = js.lookup_ids(loss)(start, batches[0])
+    assert ids["t"][:3].tolist() == FOLLOWING[name](start, batches[0])[0].tolist()

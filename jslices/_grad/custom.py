@@ -88,7 +88,9 @@ def with_own_derivative(
     outputs: list[View] = []
     for number, out in enumerate(eqn.outvars):
         row = _jax.shape_of(out)[lead:]
-        run = Keyed(functools.partial(function.output, number), (function, number))
+        output = functools.partial(function.output, number)
+        forward = functools.partial(function.forward, number)
+        run = Keyed(output, (function, number), forward)
         shape, shared = (count, *row), tuple(function.shared)
         view = Rowwise(shape, out.aval.dtype, run, inner, shared)
         outputs.append(folded(view, rows))
@@ -117,6 +119,10 @@ class _Function:
         """One output ``[n, *D]`` of n rows."""
         outputs: Sequence[jax.Array] = self.make(count)(*values)
         return outputs[number]
+
+    def forward(self, number: int, values: Values, count: int) -> jax.Array:
+        """The same as the derivative computes it."""
+        raise NotImplementedError
 
     def make(self, count: int) -> Callable[..., Any]:
         """The function of this many rows."""
@@ -172,6 +178,10 @@ class _Function:
 
 
 class _WithJvp(_Function):
+    def forward(self, number: int, values: Values, count: int) -> jax.Array:
+        zeros = (jnp.zeros_like(values[i]) for i in self._inexact)
+        return self.rule([*values, *zeros], count)[number]
+
     def make(self, count: int) -> Callable[..., Any]:
         @jax.custom_jvp
         def function(*values: Any) -> Any:
@@ -200,6 +210,9 @@ class _WithJvp(_Function):
 
 
 class _WithVjp(_Function):
+    def forward(self, number: int, values: Values, count: int) -> jax.Array:
+        return self.ahead(values, count)[number]
+
     def make(self, count: int) -> Callable[..., Any]:
         @jax.custom_vjp
         def function(*values: Any) -> Any:

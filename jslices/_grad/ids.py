@@ -46,7 +46,8 @@ def lookup_ids(
 
     Raises:
       ValueError: if the rows that are read depend on the values of the array itself, as
-        these change when it catches up.
+        these change when it catches up. (An array on whose values those of another depend
+        has to catch up before this call.)
 
     Cost: that of computing the ids; nothing else of ``fun`` is run.
 

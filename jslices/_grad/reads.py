@@ -156,15 +156,17 @@ class Reader:
       take: ``take(table, ids)`` reads the rows of a :class:`TableView`, or notes the read
         while reads are planned.
       plainly: the same without cotangent slots; None if ``take`` is.
+      forward: whether functions run as in a gradient that does not need theirs.
     """
 
     def __init__(
         self,
         take: Callable[[TableView, RowIds], Any],
         plainly: Callable[[TableView, RowIds], Any] | None = None,
+        forward: bool = False,
     ) -> None:
-        self._take = take
-        self._without_slots = self if plainly is None else Reader(plainly)
+        self._take, self._forward = take, forward
+        self._without_slots = self if plainly is None else Reader(plainly, forward=True)
         self._rows: dict[tuple[Any, ...], Any] = {}
 
     def rows(self, value: Any, ids: RowIds | None) -> Any:
@@ -172,8 +174,9 @@ class Reader:
         if ids is None:
             return drop_sharding(value)
         if not isinstance(value, View):
-            there_are_none = value is None or ids.read is None
-            return None if there_are_none else take_rows(value, ids.read, mode="clip")
+            if value is None or ids.read is None:
+                return None
+            return take_rows(drop_sharding(value), ids.read, mode="clip")
         # Whatever array a table is by now, its rows are those of the leaf.
         key = (value.leaf if is_plain(value) else value, ids.name)
         if key not in self._rows:
@@ -185,6 +188,7 @@ class Reader:
             return self._take(view, ids)
         reader = self._without_slots if isinstance(view, Unslotted) else self
         parts = [reader.rows(part, at) for part, at in view.parts(ids)]
+        view = view.forward if self._forward else view
         return None if ids.read is None else view.combine(parts, ids)
 
 

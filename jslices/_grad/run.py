@@ -206,7 +206,8 @@ class Runner(ViewWalk):
         slotted = slotted and not isinstance(value, Unslotted)
         arrays = self._body.arrays[slotted]
         if value not in arrays:
-            arrays[value] = value.whole(lambda part: self._array(part, slotted))
+            view = value if slotted else value.forward
+            arrays[value] = view.whole(lambda part: self._array(part, slotted))
         return arrays[value]
 
     def read(self, eqn: Equation, read: RowRead, values: Values) -> jax.Array:

@@ -75,6 +75,11 @@ class View:
         """The array itself; ``of(part)`` gives that of a part."""
         raise NotImplementedError
 
+    @property
+    def forward(self) -> "View":
+        """The view where no gradient is needed."""
+        return self
+
     @functools.cached_property
     def reads(self) -> Reads:
         """The tables whose rows a read takes, in the order of the reads."""
@@ -149,6 +154,9 @@ class Keyed:
 
     function: Callable[[Values, int], jax.Array] = dataclasses.field(compare=False)
     key: tuple[Any, ...]
+    #: Of a function with a derivative of its own, as that computes it: JAX runs this in
+    #: a gradient, whether it comes in there or not.
+    forward: Any = dataclasses.field(compare=False, default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,6 +180,11 @@ class Rowwise(View):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return self.apply.function(list(map(of, self.operands)), self.shape[0])
+
+    @property
+    def forward(self) -> View:
+        rule = self.apply.forward
+        return self if rule is None else dataclasses.replace(self, apply=Keyed(rule, ()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

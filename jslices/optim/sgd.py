@@ -4,10 +4,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jslices._typing import Change, Record
+from jslices._typing import Change, PyTree, Record, Scalar, Schedule
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
-from jslices.optim.engine.missed import Missed, MissedSteps, faded, momentum_series
+from jslices.optim.engine.missed import (
+    Missed,
+    MissedSteps,
+    faded,
+    momentum_series,
+    only_decay,
+)
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.transformation import transformation
 
@@ -17,7 +23,7 @@ class SgdState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  #: int32 ``[]``, the steps taken.
     trace: Any = None  #: like params, the momentum; None without momentum.
-    clock: Any = None  #: how far each row is; None unless ``untouched="exact"``.
+    clock: Any = None  #: how far each row is; None unless rows catch up.
 
 
 @optimizer
@@ -27,26 +33,35 @@ def sgd(
     nesterov: bool = False,
     accumulator_dtype: arguments.StateDtype | None = None,
     *,
+    weight_decay: arguments.WeightDecay = 0.0,
+    mask: PyTree = None,
     untouched: arguments.Untouched = "lazy",
 ) -> GradientTransformation:
     """Gradient descent: ``p -= lr * g``, or with momentum ``t = g + momentum * t``.
 
     With momentum the update is ``-lr * t``, or ``-lr * (g + momentum * t)`` for Nesterov.
+    Weight decay (L2) is part of the gradient: ``g + weight_decay * p`` in place of ``g``.
 
-    Untouched rows: lazy or exact. Without momentum both are the same, and the same as
-    dense. Lazy: a row without gradient is neither read nor written, and nor is its
-    momentum. Exact: its momentum moves it on when it catches up, as in a dense optimizer.
+    Untouched rows: lazy or exact. Without momentum and weight decay both are the same, and
+    the same as dense. Lazy: a row without gradient is neither read nor written, and nor is
+    its momentum. Exact: its momentum moves it on, or its weights decay, when it catches up,
+    as in a dense optimizer.
 
     Args:
       learning_rate: a number, or a schedule of the step (from 0).
       momentum: decay of the trace; None keeps no trace.
       nesterov: whether to look ahead.
       accumulator_dtype: dtype of the trace; None means that of the parameter.
+      weight_decay: a number, or a schedule of the step.
+      mask: which parameters decay, as in :func:`jslices.adamw`.
       untouched: ``"lazy"`` or ``"exact"`` (see :mod:`jslices.optim`).
 
     Returns:
-      A :class:`GradientTransformation`. State per row: nothing; D numbers with momentum;
-      4 bytes more if exact.
+      A :class:`GradientTransformation`; with weight decay ``update`` needs the parameters.
+      State per row: nothing; D numbers with momentum; 4 bytes more if rows catch up.
+
+    Raises:
+      ValueError: for exact with both momentum and weight decay.
 
     Cost: a step reads and writes ``U * D`` elements of each of the parameter and the
     trace; catching up the same once more.
@@ -60,35 +75,44 @@ def sgd(
       >>> js.apply_updates(params, updates).ravel()
       Array([ 0.,  0.,  0., -1.,  0.], dtype=float32)
 
-    Source: ``optax.sgd``, with its names and defaults; dense gradients give its result.
-    TensorFlow's ``MomentumOptimizer`` multiplies the learning rate in the same place and
-    is lazy on IndexedSlices; PyTorch's has ``dampening`` and makes sparse rows dense.
+    Source: ``optax.sgd``, with its names and defaults; dense gradients give its result, or
+    that of ``optax.add_decayed_weights`` before it. PyTorch's ``weight_decay`` is the same;
+    it has ``dampening`` and makes sparse rows dense. TensorFlow's ``MomentumOptimizer``
+    multiplies the learning rate in the same place and is lazy on IndexedSlices.
     """
-    exact = untouched == "exact"
+    decays = rule.decays(weight_decay)
+    if decays and momentum is not None:
+        why = "as what weight_decay adds to the momentum of a row depends on where it is"
+        rule.check_lazy("sgd", untouched, f"{why} by then (jslices.adamw decouples it)")
 
-    def update(step: rule.Step) -> rule.Kernel:
-        size = step.size(learning_rate)
+    def rule_of(rate: Scalar | Schedule) -> rule.Rule:
+        def update(step: rule.Step) -> rule.Kernel:
+            size = step.size(learning_rate)
 
-        def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
-            if momentum is None:
-                return rule.scaled(size, g), {}
-            trace = g + momentum * state["trace"]
-            direction = g + momentum * trace if nesterov else trace
-            return rule.scaled(size, direction), {"trace": trace}
+            def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
+                g = rule.with_decay(g, p, rate, step.count)
+                if momentum is None:
+                    return rule.scaled(size, g), {}
+                trace = g + momentum * state["trace"]
+                direction = g + momentum * trace if nesterov else trace
+                return rule.scaled(size, direction), {"trace": trace}
 
-        return kernel
+            return kernel
 
-    if momentum is None:
-        return transformation(SgdState, rule.Rule({}, update, linear=True))
-    missed = None
-    if exact:
-        rule.check_fading("sgd", momentum=momentum)
+        missed = None
+        if untouched == "exact" and momentum is not None:
+            rule.check_fading("sgd", momentum=momentum)
 
-        def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
-            trace = state["trace"]
-            return -missed.sums[0] * trace, {"trace": faded(momentum, missed, trace)}
+            def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
+                trace = state["trace"]
+                return -missed.sums[0] * trace, {"trace": faded(momentum, missed, trace)}
 
-        series = momentum_series(momentum, nesterov, corrected=False)
-        missed = MissedSteps(advance, learning_rate, (series,))
-    state = {"trace": rule.zeros(accumulator_dtype)}
-    return transformation(SgdState, rule.Rule(state, update, missed=missed))
+            series = momentum_series(momentum, nesterov, corrected=False)
+            missed = MissedSteps(advance, learning_rate, (series,))
+        elif untouched == "exact" and decays:
+            missed = MissedSteps(only_decay, learning_rate, (), rate)
+        state = {} if momentum is None else {"trace": rule.zeros(accumulator_dtype)}
+        linear = momentum is None and not decays
+        return rule.Rule(state, update, reads_params=decays, linear=linear, missed=missed)
+
+    return transformation(SgdState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)

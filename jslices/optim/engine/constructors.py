@@ -76,7 +76,10 @@ def optimizer(
     optimizer in each step would compile each time (0.2 s, instead of 5 ms).
     """
     signature = inspect.signature(make)
-    by_name: Callable[..., GradientTransformation] = make
+
+    def by_name(**arguments: Any) -> GradientTransformation:
+        tx: GradientTransformation = make(**arguments)  # type: ignore[call-arg]
+        return tx.replace(exact=True) if arguments.get("untouched") == "exact" else tx
 
     @functools.lru_cache(REMEMBERED, typed=True)
     def remembered(tree: PyTreeDef, *leaves: Hashable) -> GradientTransformation:

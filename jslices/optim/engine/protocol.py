@@ -101,6 +101,7 @@ class GradientTransformation:
         step, where values are there to tell, what a program cannot.
       of_rows: see :meth:`of_rows`; None for what does not go by row numbers.
       averaged: see :func:`jslices.optim.params_ema`; None for all but optimizers.
+      exact: whether ``untouched="exact"`` holds, also where no row is ever behind.
 
     Example:
       >>> import jslices as js
@@ -126,10 +127,12 @@ class GradientTransformation:
         check: Callable[..., None] | None = None,
         of_rows: Callable[[StateOfRows], "GradientTransformation"] | None = None,
         averaged: Callable[[float], "GradientTransformation"] | None = None,
+        exact: bool = False,
     ) -> None:
         parts = {"init": init, "update": update, "catch_up": catch_up, "flush": flush}
         parts |= {"apply": apply, "plan": plan, "check": check}
         self._parts: dict[str, Any] = {**parts, "of_rows": of_rows, "averaged": averaged}
+        self._parts["exact"] = exact
         self.init, self._plan, self.averaged = takes_tables()(init), plan, averaged
         self.check: Any = check
         names = ("update", "apply", "catch_up", "flush")
@@ -139,6 +142,8 @@ class GradientTransformation:
         self._step = step or apply_from_update(in_full)
         #: Whether it goes by row numbers, or by how many rows there are.
         self.goes_by_row = of_rows is not None
+        #: Whether rows without gradient are to end where a dense optimizer moves them.
+        self.exact = exact or self.catches_up
         # Bound once, so that jax.jit(tx.apply) finds its program again.
         vars(self).update(apply=self.apply, catch_up=self.catch_up, flush=self.flush)
 
@@ -217,7 +222,7 @@ class GradientTransformation:
         names = ("update", "apply", "catch_up", "flush")
         steps = {name: self._parts[name] for name in names if self._parts[name]}
         steps = {name: boundary.one_program(x) for name, x in steps.items()}
-        own = {name: self._parts[name] for name in ("of_rows", "averaged")}
+        own = {name: self._parts[name] for name in ("of_rows", "averaged", "exact")}
         return self.replace(**own, **steps)
 
     def __iter__(self) -> Iterator[Callable[..., PyTree]]:

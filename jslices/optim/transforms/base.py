@@ -17,7 +17,7 @@ def catching_up(
     part: Callable[[State], State],
     whole: Callable[[State, State], State],
 ) -> dict[str, Any]:
-    """``catch_up`` of a transformation that holds ``tx``.
+    """``exact`` and ``catch_up`` of a transformation that holds ``tx``.
 
     Args:
       tx: sees all parameters.
@@ -25,7 +25,7 @@ def catching_up(
       whole: ``whole(state, part)``, the state of the whole with a new part.
     """
     if not tx.catches_up:
-        return {}
+        return {"exact": tx.exact}
 
     def catch_up(params: Params, state: State, ids: PyTree) -> tuple[Params, State]:
         params, new = tx.catch_up(params, part(state), ids)

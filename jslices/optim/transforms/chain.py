@@ -18,10 +18,18 @@ from jslices.optim.engine.protocol import (
 from jslices.optim.transforms import base
 
 MOVES_OTHER_ROWS = (
-    'before an optimizer with untouched="exact" this chain moves rows without gradient, or '
+    'beside an optimizer with untouched="exact" this chain moves rows without gradient, or '
     "keeps something of them (weight decay, momentum), and nothing makes up for that in "
-    'steps that they miss: type jslices.adamw(..., untouched="exact") for weight decay, or '
+    "steps that they miss: type it as arguments of the optimizer, jslices.sgd(rate, "
+    'weight_decay=w, untouched="exact"), jslices.sgd(rate, momentum, untouched="exact"), '
+    'jslices.adamw(rate, weight_decay=w, untouched="exact"), whose decay is decoupled; or '
     'untouched="lazy"'
+)
+MUST_BE_LAST = (
+    'an optimizer with untouched="exact" must be the last of a chain, as what comes after '
+    "it would not apply to the steps that rows have missed (measures, which return the "
+    "updates that they got, may come after it); to give some parameters another optimizer: "
+    "jslices.optim.partition"
 )
 
 
@@ -35,16 +43,18 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     Args:
       transformations: of jslices or of Optax. An optimizer with ``untouched="exact"`` must
         be the last: the steps that a row has missed are made up by the optimizer alone,
-        and whatever came after it would not apply to them. Before it may stand what leaves
-        rows without gradient alone, as clipping does.
+        and whatever came after it would not apply to them, but for measures, such as
+        ``optax.snapshot("norm", js.global_norm)``: they see the updates of the rows that
+        the step reads, without the steps that these had missed. Before it may stand what
+        leaves rows without gradient alone, as clipping does.
 
     Returns:
       A :class:`GradientTransformation`; its state is the tuple of theirs.
 
     Raises:
       TypeError: for anything but a transformation.
-      ValueError: for an exact optimizer that is not the last; in a step, for one after
-        weight decay, momentum and the like.
+      ValueError: in a step, for an exact optimizer that is not the last, or after weight
+        decay, momentum and the like.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -57,15 +67,11 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     Source: ``optax.chain``.
     """
     links = [base.as_transformation("chain", tx) for tx in transformations]
-    if any(tx.catches_up for tx in links[:-1]):
-        raise ValueError(
-            'an optimizer with untouched="exact" must be the last of a chain, as what '
-            "comes after it would not apply to the steps that rows have missed; to give "
-            "some parameters another optimizer: jslices.optim.partition"
-        )
     if not links:
         return base.stateless(lambda grads: grads)
-    *before, last = links
+    late = [i for i, tx in enumerate(links) if tx.catches_up]
+    at = late[0] if late else len(links) - 1
+    before, last, measures = links[:at], links[at], links[at + 1 :]
 
     def init(params: Params) -> State:
         return tuple(tx.init(params) for tx in links)
@@ -74,13 +80,17 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         count = len(links)
         if not isinstance(state, tuple) or hasattr(state, "_fields") or len(state) != count:
             raise TypeError(other_state("this chain", state, f"a tuple of {count} states"))
-        return state[-1]
+        return state[at]
 
     def in_turn(
-        grads: Gradients, states: State, params: Params, **extra_args: PyTree
+        links: list[GradientTransformation],
+        grads: Gradients,
+        states: State,
+        params: Params,
+        **extra_args: PyTree,
     ) -> tuple[Gradients, State]:
         new = []
-        for tx, state in zip(before, states, strict=True):
+        for tx, state in zip(links, states, strict=True):
             updates, state = tx.update(grads, state, params, **extra_args)
             # An array without gradient stays one, though Optax's own are given zeros.
             of_one = lambda g, u: g if has_no_rows(g) else u  # noqa: E731
@@ -98,17 +108,23 @@ def chain(*transformations: Transformation) -> GradientTransformation:
         *key: Key,
         **extra_args: PyTree,
     ) -> tuple[PyTree, State]:
-        """``update`` of all links but the last, then ``update`` or ``apply`` of that."""
-        mine = part(state)
-        if last.catches_up and (tree := jax.tree.structure(grads)) not in harmless:
-            of_any_rows = (tx.of_rows() for tx in before)
+        """``update`` of the links before the last, ``update`` or ``apply`` of that."""
+        mine, tree = part(state), jax.tree.structure(grads)
+        if any(tx.exact for tx in links) and tree not in harmless:
+            of_any_rows = [tx.of_rows() for tx in links[: at + (not last.exact)]]
             if not all(read_update(x, grads, params, extra_args)[1] for x in of_any_rows):
                 raise ValueError(MOVES_OTHER_ROWS)
             harmless.add(tree)
-        first = widening(in_turn, key[0] if key else None)
-        grads, new = first(grads, state[:-1], params, **extra_args)
+        first = widening(functools.partial(in_turn, before), key[0] if key else None)
+        grads, new = first(grads, state[:at], params, **extra_args)
         result, mine = getattr(last, name)(grads, mine, params, *key, **extra_args)
-        return result, (*new, mine)
+        if not measures:
+            return result, (*new, mine)
+        same, more = in_turn(measures, result, state[at + 1 :], params, **extra_args)
+        pairs = zip(*(jax.tree.leaves(x, is_leaf) for x in (result, same)), strict=True)
+        if any(x is not y for x, y in pairs):
+            raise ValueError(MUST_BE_LAST)
+        return result, (*new, mine, *more)
 
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """That of the last link which steps a gradient by a plan."""
@@ -119,7 +135,10 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             is_leaf=lambda x: x is None,
         )
 
-    late = base.catching_up(last, part, lambda state, part: (*state[:-1], part))
+    whole = lambda state, mine: (*state[:at], mine, *state[at + 1 :])  # noqa: E731
+    rest = base.catching_up(last, part, whole)
     update, apply = (functools.partial(every_link, name) for name in ("update", "apply"))
-    late["of_rows"] = base.renumbering(chain, *links)
-    return GradientTransformation(init, update, apply=apply, plan=plan, **late)
+    rest |= {"apply": apply, "of_rows": base.renumbering(chain, *links)}
+    if measures:  # of what a step adds: rows catch up before it
+        rest |= {"apply": None, "peek": None}
+    return GradientTransformation(init, update, plan=plan, **rest)

@@ -183,6 +183,7 @@ class _ByLabel:
             apply=functools.partial(self._step, "apply"),
             plan=self.plan,
             of_rows=renumbering(self._of_rows, *self.transforms.values()),
+            exact=any(tx.exact for tx in self.transforms.values()),
         )
 
     def _of_rows(self, *transforms: GradientTransformation) -> GradientTransformation:
