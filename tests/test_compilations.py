@@ -12,6 +12,7 @@ from helpers import assert_close, slow_unless
 from jax import lax
 
 import jslices as js
+from jslices._slices import Facts
 
 V = 37  # no other test compiles for so many rows
 PARAMS = {"table": np.zeros((V, 3), np.float32), "w": np.zeros(5, np.float32)}
@@ -133,7 +134,7 @@ def test_injected_hyperparameters_are_not_compiled_anew_in_every_step():
 
 
 def test_what_is_known_of_slices_stays_in_a_program():
-    assert js.IndexedSlices([[1.0]], [0], (2, 1)).facts == (False, None, 1, False, False, None)
+    assert js.IndexedSlices([[1.0]], [0], (2, 1)).facts == Facts()
     unique = GRADS["table"].coalesce()
     assert unique.facts.distinct and (-unique * 2).facts.distinct
     tx, table = js.sgd(0.1, momentum=0.5), PARAMS["table"]

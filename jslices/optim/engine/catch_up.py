@@ -76,8 +76,8 @@ def _noise(
 ) -> jax.Array:
     """The noise of rows ``p`` in the steps after ``start`` up to ``stop``.
 
-    A function of the row and these two numbers: the same in a peek and in the step that
-    follows it, in chunks and on every mesh, and independent for any other steps. One draw
+    A function of the row and these two numbers: the same where it is read and in the step
+    that follows, in chunks and on every mesh, and independent for any other steps. One draw
     for all rows that are there would be neither.
     """
     assert steps.noise is not None
@@ -291,7 +291,7 @@ def make_missed_kernel(steps: MissedSteps) -> Callable[..., Change]:
     ``shared`` are the count, the log, the key of the noise, and the last step of the array
     as a whole.
 
-    A step calls it in several places, and so does what peeks before it: one function for
+    A step calls it in several places, and so does what reads before it: one function for
     all of them is traced once for each shape.
     """
 

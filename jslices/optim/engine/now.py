@@ -7,7 +7,8 @@ as wrappers do, passes views on, and is read by rows.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jslices._jax import trace_state
@@ -46,3 +47,17 @@ def reading(caught_up: bool) -> Iterator[Reading]:
         yield new
     finally:
         _READING.reset(token)
+
+
+def not_read(catch_up: Callable[..., Any]) -> Callable[..., Any]:
+    """A catch-up that is always done."""
+
+    @functools.wraps(catch_up)
+    def done(*args: Any) -> Any:
+        token = _READING.set(None)
+        try:
+            return catch_up(*args)
+        finally:
+            _READING.reset(token)
+
+    return done

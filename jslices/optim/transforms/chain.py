@@ -9,6 +9,7 @@ from jslices._grad.untouched import read_update
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
 from jslices.optim.engine.checks import other_state
 from jslices.optim.engine.constructors import combinator
+from jslices.optim.engine.now import not_read
 from jslices.optim.engine.protocol import (
     GradientTransformation,
     has_no_rows,
@@ -140,5 +141,5 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     update, apply = (functools.partial(every_link, name) for name in ("update", "apply"))
     rest |= {"apply": apply, "of_rows": base.renumbering(chain, *links)}
     if measures:  # of what a step adds: rows catch up before it
-        rest |= {"apply": None, "peek": None}
+        rest |= {"apply": None, "catch_up": not_read(rest["catch_up"])}
     return GradientTransformation(init, update, plan=plan, **rest)

@@ -158,11 +158,12 @@ def _of_rows_now(
         if is_below(HINT_BYTES, planned.leaves[i].num_bytes):
             what = ("whole", planned.leaves[i].name, line)
             hint_once(what, USED_WHOLE.format(planned.leaves[i], line))
-    of_all = planned.read_whole | {i for i, x in enumerate(by_rows) if not x}
+    of_all = planned.read_whole
     # Rows that are sent from device to device catch up where they are. A pass over all rows
     # that does missed steps as well would copy what the loss has read of them.
-    first = {site.leaf for site in planned.sites if site.exchange} - of_all
-    first |= {i for i in range(len(by_rows)) if _is_a_pass(planned, i)} - of_all
+    first = {site.leaf for site in planned.sites if site.exchange}
+    first |= {i for i, x in enumerate(by_rows) if not x or _is_a_pass(planned, i)}
+    first -= of_all
     rows = rows_read(call, planned, first) if first else [None] * len(by_rows)
     ids = call.mirror(True if i in of_all else leaf_ids(x) for i, x in enumerate(rows))
     params, state = tx.catch_up(params, state, ids)
