@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 
+from cpu_seconds import CpuSeconds
 from quick_flags import quick_flags
 
 # Fewer heaps: each thread that compiles would otherwise keep one of its own.
@@ -60,6 +61,8 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.jslices_compiled = folder
     config.pluginmanager.register(ForgetWhatNoLongerFits())
+    if file := os.environ.get("JSLICES_CPU_SECONDS"):
+        config.pluginmanager.register(CpuSeconds(file))
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
