@@ -15,12 +15,12 @@ MOST = 2.0
 
 
 def cpu_seconds():
-    """Of this process with all of its threads, and of those it has started and waited for."""
+    """Of this process, its threads, and the processes it has started and waited for."""
     return sum(os.times()[:4])
 
 
 class CpuSeconds:
-    """Workers of pytest-xdist meter their tests, and the session that started them adds up."""
+    """Each worker of pytest-xdist meters its tests, and the first process adds up."""
 
     def __init__(self, file):
         self.file = pathlib.Path(file)
