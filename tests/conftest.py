@@ -11,6 +11,7 @@ import tempfile
 import threading
 
 from cpu_seconds import CpuSeconds
+from draws import examples
 from quick_flags import quick_flags
 
 # Fewer heaps: each thread that compiles would otherwise keep one of its own.
@@ -28,12 +29,13 @@ from jax._src.lib.mlir import ir
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Compilation makes single examples slow, and that says nothing about the code.
+# Compilation makes single examples slow, and that says nothing about the code. Who asks for
+# more programs than the tests draw gets others each time, but for CI.
 hypothesis.settings.register_profile(
     "default",
-    max_examples=30,  # of 100; more find nothing that new numbers the next time do not
+    examples(30),  # of 100; more find nothing that new numbers the next time do not
     deadline=None,
-    derandomize=bool(os.environ.get("CI")),
+    derandomize="JSLICES_PROGRAMS" not in os.environ or "CI" in os.environ,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("default")

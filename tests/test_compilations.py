@@ -50,6 +50,7 @@ def test_the_count_counts():
         jax.jit(lambda x: x * V)(jnp.ones(3)).block_until_ready()
 
 
+@pytest.mark.slow
 def test_the_first_use_of_an_exact_optimizer():
     tx = js.adam(0.01, b2=0.99, untouched="exact")
     state = tx.init(PARAMS)
@@ -62,6 +63,7 @@ def test_the_first_use_of_an_exact_optimizer():
         tx.flush(js.apply_updates(params, updates), state)
 
 
+@pytest.mark.slow
 def test_exact_optimizers_with_a_schedule_compile_their_programs_once():
     tx = js.adam(optax.linear_schedule(0.1, 0.2, 9), untouched="exact")
     ids = {"table": jnp.array([1, 2, 7, 9]), "w": True}
@@ -75,6 +77,7 @@ def test_exact_optimizers_with_a_schedule_compile_their_programs_once():
             params, state = tx.flush(params, state)
 
 
+@pytest.mark.slow
 def test_a_state_that_comes_from_elsewhere_is_stepped_by_the_same_program(tmp_path):
     tx = js.adam(0.1, untouched="exact")
     params, state = PARAMS, tx.init(PARAMS)
@@ -249,6 +252,7 @@ def test_tables_of_one_size_share_what_is_traced():
     assert lines(6) - lines(2) < 4 * 0.6 * lines(1)
 
 
+@pytest.mark.slow
 def test_tracing_does_not_depend_on_the_height_of_a_table():
     """A prefix sum in parallel is made of slices and concatenations of the table."""
 
