@@ -39,7 +39,7 @@ class CpuSeconds:
         return report
 
     def pytest_runtest_logreport(self, report):
-        taken = report.cpu_seconds
+        taken = getattr(report, "cpu_seconds", 0.0)  # none where its worker has crashed
         self.all[report.nodeid] = self.all.get(report.nodeid, 0) + taken
         if report.when == "call" and taken > MOST and "slow" not in report.keywords:
             self.too_long.append(f"{report.nodeid} took {taken:.1f} s of CPU")

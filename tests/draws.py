@@ -1,10 +1,10 @@
-"""How many examples random tests draw: few in README's command, more in ``.ci/run``."""
+"""How many examples random tests draw: few, and more in the slow step of ``.ci/run``."""
 
 import os
 
 from hypothesis import settings
 
-#: Of ``.ci/run``'s slow step.
+#: Of the slow step.
 USUAL = 20
 #: Random programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
 PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", USUAL // 4))
