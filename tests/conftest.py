@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 
+from cpu_seconds import CpuSeconds
+from draws import examples
 from quick_flags import quick_flags
 
 # Fewer heaps: each thread that compiles would otherwise keep one of its own.
@@ -27,12 +29,13 @@ from jax._src.lib.mlir import ir
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Compilation makes single examples slow, and that says nothing about the code.
+# Compilation makes single examples slow, and that says nothing about the code. Who asks for
+# more programs than the tests draw gets others each time, but for CI.
 hypothesis.settings.register_profile(
     "default",
-    max_examples=30,  # of 100; more find nothing that new numbers the next time do not
+    examples(30),  # of 100; more find nothing that new numbers the next time do not
     deadline=None,
-    derandomize=bool(os.environ.get("CI")),
+    derandomize="JSLICES_PROGRAMS" not in os.environ or "CI" in os.environ,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("default")
@@ -60,6 +63,8 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.jslices_compiled = folder
     config.pluginmanager.register(ForgetWhatNoLongerFits())
+    if file := os.environ.get("JSLICES_CPU_SECONDS"):
+        config.pluginmanager.register(CpuSeconds(file))
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

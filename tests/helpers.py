@@ -17,8 +17,6 @@ import jslices.testing
 from jslices.proof.cost import cost_of
 from jslices.proof.targets import target
 
-# Programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
-PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", "20"))
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -50,6 +48,11 @@ def slow_unless(cases, quick):
     return [
         pytest.param(*case, marks=[] if quick(case) else pytest.mark.slow) for case in cases
     ]
+
+
+def slow_but_first(first, *others):
+    """The values of one parameter; all but the first one are slow."""
+    return [first, *(pytest.param(other, marks=pytest.mark.slow) for other in others)]
 
 
 def needs_device(name):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import assert_close, fast_jit, numpy_dense
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -49,7 +50,7 @@ dense_mean = fast_jit(jax.value_and_grad(lambda p, batches: loss(p, batches.resh
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=10)
+@examples(10)
 @given(st.lists(st.integers(0, V - 1), min_size=T * B, max_size=T * B))
 def test_equals_the_dense_mean_gradient(way, ids):
     params, batches = make_params(), np.array(ids).reshape(T, B)

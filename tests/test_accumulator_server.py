@@ -471,6 +471,7 @@ def test_a_waiting_process_is_woken(served, worker):
     assert ast.literal_eval(worker.answer()) == [[2.0, 5.0]]
 
 
+@pytest.mark.slow
 def test_closing_the_server_ends_a_waiting_process(served, worker):
     server, sums, _ = served
     code = """

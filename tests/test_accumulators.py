@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import assert_close, golden
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -497,4 +498,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestModel.settings = settings(examples(60), stateful_step_count=20)

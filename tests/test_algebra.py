@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import assert_close, fast_jit, golden, numpy_dense
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -75,7 +76,7 @@ def reduced(s):
     return [(s.sum(axis), s.mean(axis)) for axis in AXES], s.square_sum()
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     indices=st.lists(st.integers(-2, 6), min_size=4, max_size=4),
     dtype=st.sampled_from(["float32", "int32"]),

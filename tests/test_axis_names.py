@@ -26,7 +26,13 @@ OPTIMIZERS = {
     ),
     "average": js.optim.params_ema(EXACT, 0.99),
 }
-each_optimizer = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+each_optimizer = pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(tx, id=name, marks=[pytest.mark.slow] * (name in ("chain", "average")))
+        for name, tx in OPTIMIZERS.items()
+    ],
+)
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import assert_close, fast_jit, golden, numpy_array
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
 
@@ -346,7 +347,7 @@ def safe_lookup(combiner, default):
     return fast_jit(lambda t, i, s, w: look(t, (i, s, 4), w, combiner, default))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data())
 @pytest.mark.parametrize("combiner", COMBINERS)
 def test_safe_against_a_loop(combiner, data):

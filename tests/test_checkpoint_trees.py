@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from draws import examples
 from helpers import GOLDEN
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -139,7 +140,7 @@ def test_flat_and_nested_names_are_one(tmp_path):
     np.testing.assert_array_equal(nested["foo"]["bar"]["v"], np.ones(2))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     st.dictionaries(
         st.text("abcé_ ~.", min_size=1).filter(lambda s: s != ".."),

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import examples
 from helpers import all_at_once, assert_close, fast_jit, golden, numpy_dense
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -274,7 +275,7 @@ CALLED = {
 call_all = fast_jit(lambda tree: {name: call(tree) for name, call in CALLED.items()})
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     ids=st.lists(st.integers(-2, V + 2), min_size=K, max_size=K),
     seed=st.integers(0, 99),

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import examples
 from helpers import assert_close, fast_jit, numpy_dense
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -25,7 +26,7 @@ def loop(values, ids, how):
     return out
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.integers(-2, V + 2), min_size=K, max_size=K), st.integers(0, 99))
 def test_equals_a_loop(ids, seed):
     values = np.random.default_rng(seed).normal(size=(K, D)).astype(np.float32)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from draws import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -147,7 +148,7 @@ def test_sharded_tables(touched, tmp_path):
     np.testing.assert_array_equal(restored, table)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.lists(st.lists(st.integers(-2, V + 1), max_size=5), max_size=4), st.booleans())
 def test_any_chain(tmp_path_factory, batches, compare):
     directory = tmp_path_factory.mktemp("chain")

@@ -68,6 +68,7 @@ def test_the_loss_is_that_of_word2vec_over_all_pairs():
     np.testing.assert_allclose(value, total / (2 * 4 * 4), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_optax():
     rng = np.random.default_rng(0)
     words = 300
@@ -118,7 +119,11 @@ def test_spans_are_running_text():
             ["--text", "TEXT", "--show", "zebra"],
             "not among the words of the text: zebra",
         ),
-        (["--text", "TEXT", "--plot", "/no/such/place/x.png"], "no such folder"),
+        pytest.param(
+            ["--text", "TEXT", "--plot", "/no/such/place/x.png"],
+            "no such folder",
+            marks=pytest.mark.slow,  # it imports what draws
+        ),
         (["--text", "TEXT", "--plot", "x.words"], "the name must end in"),
         (["--words", "0"], "'0' is not a positive whole number"),
         (["--steps", "many"], "'many' is not a positive whole number"),

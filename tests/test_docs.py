@@ -35,8 +35,10 @@ ELSEWHERE = {
     "workers.md": "tests/test_accumulator_server.py",
 }
 ALONE = {"speed.md": "keep_memory is for the whole process"}
-# Half of the time of all pages, or with libraries that the tests' extra lacks: in CI alone.
-LONG = ["data_parallel", "host_tables", "language_models", "recipes", "sharding"]
+# More than a second each, or with libraries that the tests' extra lacks: in CI alone.
+LONG = "clipping data_parallel differential_privacy faq frozen_rows host_tables"
+LONG += " how_it_works keyed_tables language_models optax pytorch recipes sharding start"
+LONG += " torchrec untouched_rows variables"
 NEEDS = {"recommenders": "flax"}
 TEXT = (DOCS / "operations.md").read_text()
 
@@ -57,7 +59,7 @@ def plain(text):
     ["page"],
     slow_unless(
         [(page,) for page in sorted({*PYTHON} - {*ELSEWHERE} - {*ALONE})],
-        lambda case: pathlib.Path(case[0]).stem not in {*LONG, *NEEDS},
+        lambda case: pathlib.Path(case[0]).stem not in {*LONG.split(), *NEEDS},
     ),
 )
 def test_code_runs(page, tmp_path, monkeypatch):

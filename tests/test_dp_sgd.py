@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, fast_jit
+from helpers import assert_close, fast_jit, slow_but_first
 
 import jslices as js
 from jslices.extend import RowClock
@@ -59,7 +59,9 @@ def dense_moments(rate):
     return mean, covariance
 
 
-@pytest.mark.parametrize("rate", [RATE, decaying], ids=["constant", "schedule"])
+@pytest.mark.parametrize(
+    "rate", slow_but_first(decaying, RATE), ids=["schedule", "constant"]
+)
 def test_distribution_is_that_of_dense_dp_sgd(rate):
     tx, table = make(rate), jnp.ones((V, N))
     table, _ = tx.flush(*run(tx, table, tx.init(table)))
@@ -110,6 +112,7 @@ def noise_of(tree, sigma=SIGMA):
     return rows / (RATE * sigma * CLIP / BATCH)
 
 
+@pytest.mark.slow
 def test_no_noise_is_drawn_twice():
     """Rows, tables, steps and keys: what is added is independent of all that was."""
     start = {"one": jnp.zeros((V, N)), "other": jnp.zeros((V, N))}
@@ -145,6 +148,7 @@ def test_a_flush_that_is_thrown_away_shares_no_noise_with_later_ones():
     assert np.abs(correlations).max() < 5.5 / np.sqrt(N)
 
 
+@pytest.mark.slow
 def test_flush_leaves_no_row_behind():
     tx = make()
     params = {"table": jnp.zeros((V, N)), "bias": jnp.zeros(N), "scale": jnp.zeros(())}
@@ -161,6 +165,7 @@ def test_flush_leaves_no_row_behind():
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+@pytest.mark.slow
 def test_rows_as_they_are_now_and_the_step_after_agree():
     tx, table = make(), jnp.zeros((V, 3))
     table, state = run(
@@ -180,6 +185,7 @@ def test_rows_as_they_are_now_and_the_step_after_agree():
     assert_close(*both(table, state), 0, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_between(tmp_path):
     tx, start = make(decaying), jnp.ones((V, 3))
     middle = run(tx, start, tx.init(start), IDS[:3])
@@ -194,7 +200,8 @@ def test_a_checkpoint_in_between(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.parametrize("height", [16, pytest.param(70_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("height", [16, 70_000])
 def test_the_same_noise_in_any_program(height):
     """In chunks, together, on a mesh, rows in another order."""
     tx, ids = make(), jnp.arange(0, height - 1, 3)[: 2 * (height // 6) + 1]
@@ -215,6 +222,7 @@ def test_the_same_noise_in_any_program(height):
     assert_close(jax.jit(steps)(split, ids), wanted, 0, 1e-6)
 
 
+@pytest.mark.slow
 def test_parts_of_a_tree_and_split_tables_get_the_same_noise():
     """Behind a clip, stepped apart, and on a mesh with Explicit axes."""
     params = {"table": jnp.ones((16, 3)), "w": jnp.ones(3)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 import optax
 import pytest
 import safetensors
+from draws import examples
 from helpers import slow_unless
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
 from jax.sharding import AxisType
@@ -93,7 +95,7 @@ few = st.integers(-1, 40).map(lambda i: i << 33 if i > 20 else i)
 
 
 @pytest.mark.parametrize("policy", slow_unless([(x,) for x in POLICIES], is_usual))
-@settings(max_examples=20)
+@examples(20)
 @given(batches=st.lists(st.lists(few, min_size=12, max_size=12), min_size=1, max_size=6))
 def test_whatever_comes(policy, batches):
     owner = {}
@@ -333,6 +335,7 @@ def test_ids_that_would_lose_bits_are_refused():
 # --- maps ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_scan_is_a_loop_and_a_checkpoint_keeps_it(tmp_path):
     ids = dynamic.id_map(64, policy="tinylfu", half_life=3, name="users")
     batches = [dynamic.wide_ids(np.arange(16) * 2**40 + 5 * k) for k in range(6)]
@@ -398,6 +401,7 @@ def test_evicted_ids_leave_their_rows_and_show_in_what_a_server_needs():
     assert changed == {rows[9]: -1, rows[7]: 7}
 
 
+@pytest.mark.slow
 def test_rows_that_a_flush_moved_are_in_a_delta_and_not_in_the_export(tmp_path):
     """What a server needs under an exact optimizer, as the page says."""
     tx, ids = EXACT["adam"][0], dynamic.id_map(64)
@@ -496,19 +500,9 @@ def test_a_device_has_whole_buckets(kind):
         ids.find(dynamic.wide_ids([1]), exchange=exchange)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, plan",
-    [
-        ("Auto", "all_to_all"),
-        *(
-            pytest.param(*both, marks=pytest.mark.slow)
-            for both in [
-                ("Auto", "gather"),
-                ("Explicit", "all_to_all"),
-                ("Explicit", "gather"),
-            ]
-        ),
-    ],
+    "kind, plan", [*itertools.product(("Auto", "Explicit"), ("all_to_all", "gather"))]
 )
 def test_split_over_devices_it_is_the_same_map(kind, plan):
     """Ids travel to their buckets; a step is equal, where ids crowd on one device too."""

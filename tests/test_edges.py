@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, slow_unless
+from helpers import assert_close
 from jax import lax
 
 import jslices as js
@@ -88,9 +88,8 @@ def with_gradients(value_and_grad, table, *args):
 DTYPES = "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
 
 
-@pytest.mark.parametrize(
-    "dtype", slow_unless([(x,) for x in DTYPES], lambda x: x[0] == "int64")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_reads_are_those_of_jax(dtype):
     with jax.enable_x64(dtype.endswith("64")):
         ids, table = edges(dtype), jnp.asarray(TABLE)

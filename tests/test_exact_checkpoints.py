@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import fast_jit, slow_unless
+from helpers import fast_jit, slow_but_first, slow_unless
 from optimizers import SCHEDULE
 from safetensors.numpy import load_file
 from test_delta import assert_same
@@ -91,7 +91,7 @@ WAYS = {
 }
 
 
-QUICK = ("adam", False), ("frozen", True)
+QUICK = [("adam", False)]
 CASES = itertools.product(OPTIMIZERS, (False, True))
 
 
@@ -172,7 +172,7 @@ PART = ["state/count", "state/mu", "state/nu", "state/clock/last"]
 
 
 @pytest.mark.parametrize("var_list", [["state"], PART], ids=["lazy", "part of the clock"])
-@pytest.mark.parametrize("bare", [False, True], ids=["dict", "array"])
+@pytest.mark.parametrize("bare", slow_but_first(False, True), ids=["dict", "array"])
 def test_warns_of_rows_behind_whose_clock_is_not_restored(var_list, bare, tmp_path):
     tx, saver = js.adam(SCHEDULE, **EXACT), js.Saver(var_list)
     params = jnp.ones((V, D)) if bare else {"table": jnp.ones((V, D))}
@@ -203,7 +203,9 @@ def step_at(rate, *args):
     return js.train_step(loss_of, js.adamw(rate, **DECAY, **EXACT))(*args)
 
 
-@pytest.mark.parametrize("later", [LINEAR, 0.02, [0.1, 0.03, 0.2, 0.03, 0.0, 0.1]])
+@pytest.mark.parametrize(
+    "later", slow_but_first(0.02, LINEAR, [0.1, 0.03, 0.2, 0.03, 0.0, 0.1])
+)
 def test_rows_that_are_behind_go_on_at_other_rates(later, tmp_path):
     """A schedule, a constant or an argument, to the numbers of dense Optax."""
     rng = np.random.default_rng(3)

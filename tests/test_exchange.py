@@ -182,9 +182,10 @@ ON_KINDS = [(FEW, "Auto"), (FEW, "Explicit")]
 ON_KINDS += [(tuple(OTHERS[::2]), "Auto"), (tuple(OTHERS[1::2]), "Explicit")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "which, kind",
-    slow_unless(ON_KINDS, lambda case: case[0] == FEW),
+    ON_KINDS,
     ids=lambda x: x if type(x) is str else f"{len(x)} optimizers",
 )
 def test_each_kind_of_optimizer_on_a_mesh(which, kind):
@@ -260,14 +261,11 @@ IN_PLACES = [
     (*place, tuple(FORMS)[HALVES[i] :: 2] if i in HALVES else tuple(FORMS)[i % 3 :: 3])
     for i, place in enumerate(PLACES)
 ]
-QUICK = [IN_PLACES[2], IN_PLACES[4]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
-@pytest.mark.parametrize(
-    "kind, shape, names, spec, forms",
-    slow_unless(IN_PLACES, lambda case: case in QUICK),
-)
+@pytest.mark.parametrize("kind, shape, names, spec, forms", IN_PLACES)
 def test_lookups_in_every_form(kind, shape, names, spec, forms):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")

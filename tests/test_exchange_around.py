@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense, fast_jit, slow_unless
+from helpers import assert_close, dense, fast_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,9 +125,10 @@ def on_one_device(*names):
     return fast_jit(run)(jnp.asarray(TABLE), jnp.asarray(IDS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, split, names",
-    slow_unless(CASES, lambda case: case is CASES[0]),
+    CASES,
     ids=lambda x: f"{len(x)} operations" if type(x) is list else str(x),
 )
 def test_no_table_is_sent(kind, split, names):

@@ -268,6 +268,7 @@ def test_a_program_that_catches_up_does_not_silence_another_one(step):
     assert warned(make(), step) == []
 
 
+@pytest.mark.slow
 def test_steps_outside_of_jit_silence_no_program_nor_does_saving():
     make = makes_its_own()
     tx = make()

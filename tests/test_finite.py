@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import as_users, assert_close, fast_jit
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -17,7 +18,7 @@ V, K = 4, 6
 finite = fast_jit(js.all_finite)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(st.integers(-1, V + 1), min_size=K, max_size=K),
     st.lists(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import slow_unless
 
 import jslices as js
 
@@ -29,7 +28,6 @@ PAGES = {
     "docs/models/equinox.md": ("equinox", (3, 2), (3, 1)),
     "docs/models/haiku.md": ("haiku", (3, 2), (3, 1)),
 }
-QUICK = "README.md", "docs/start.md", "docs/coming_from/optax.md"
 STEPS = 12
 
 
@@ -133,7 +131,8 @@ def losses(page, library, monkeypatch):
     return values
 
 
-@pytest.mark.parametrize("page", slow_unless(zip(PAGES), lambda page: page[0] in QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
 def test_the_first_program_has_the_losses_of_the_one_it_replaces(page, monkeypatch):
     pytest.importorskip(PAGES[page][0])
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, assert_close
+from helpers import all_at_once, assert_close, slow_but_first
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -105,7 +105,7 @@ def test_kinds_and_values(name):
         assert grad.indices.shape == (ROWS[name][1],)
 
 
-@pytest.mark.parametrize("name", ["in_bodies", "windows"])
+@pytest.mark.parametrize("name", slow_but_first("windows", "in_bodies"))
 def test_without_jit(name):
     assert_close(js.grad(loss_of(ROWS[name][0]))(TABLE), gradients("jax")[name], 1e-4, 1e-5)
 

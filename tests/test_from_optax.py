@@ -276,7 +276,7 @@ def two_steps(tx):
 
 
 #: Unlike those of the other tests.
-QUICK = "apply_if_finite conditionally_mask normalize_by_update_norm novograd snapshot"
+QUICK = "conditionally_mask normalize_by_update_norm"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
@@ -388,6 +388,7 @@ def test_what_is_lazy_may_not_come_before_an_exact_optimizer(link, lazy):
             jax.eval_shape(lambda g, step=step: step(g, tx.init(PARAMS), PARAMS), grads)
 
 
+@pytest.mark.slow
 def test_an_exact_optimizer_after_adagrad_is_exact():
     """Which leaves rows without gradient as they are."""
     tx = js.optim.chain(js.from_optax(optax.adagrad(0.5)), EXACT)

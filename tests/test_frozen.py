@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, fast_jit, numpy_dense, slow_unless
+from helpers import assert_close, fast_jit, numpy_dense, slow_but_first, slow_unless
 from optimizers import KINDS, SCHEDULE, THREE, D, V, label, make, rng_tree
 
 import jslices as js
@@ -59,7 +59,7 @@ WRAPPED = {
 }
 
 
-QUICK = ("chain", "from_optax", "in partition", "masked")
+QUICK = ("from_optax", "in partition", "masked")
 
 
 def start():
@@ -156,7 +156,9 @@ def test_free_rows_move_as_if_the_others_had_no_gradient(tx, dense):
 
 
 @pytest.mark.parametrize(
-    "tx, dense", [(DECAYS, False), (EXACTLY, True)], ids=["lazy", "exact"]
+    "tx, dense",
+    slow_unless([(DECAYS, False), (EXACTLY, True)], lambda case: case[0] is DECAYS),
+    ids=["lazy", "exact"],
 )
 def test_rows_are_frozen_later(tx, dense):
     """Round an optimizer that has taken steps: they stay where they are."""
@@ -180,15 +182,9 @@ GRADUALLY = (NONE, FROZEN, FROZEN & (np.arange(V) != 5), NONE)
 SCHEDULED = ("lion", {"learning_rate": SCHEDULE, "weight_decay": 0.1})
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["flushed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("read", "state"))],
-)
-@pytest.mark.parametrize(
-    "name, kwargs",
-    slow_unless([EXACT[0], EXACT[1], SCHEDULED], lambda case: case[0] == "adamw"),
-    ids=label,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["flushed", "read", "state"])
+@pytest.mark.parametrize("name, kwargs", [EXACT[0], EXACT[1], SCHEDULED], ids=label)
 def test_rows_thaw_as_in_a_dense_optimizer(name, kwargs, how):
     """Frozen ones have gradients and updates of zero there; by their state only updates.
 
@@ -258,7 +254,7 @@ def test_rows_thaw_in_a_resized_table():
     assert (here[5] != start()["table"][5]).all()
 
 
-@pytest.mark.parametrize("bools", [False, True], ids=["function", "bools"])
+@pytest.mark.parametrize("bools", slow_but_first(True, False), ids=["bools", "function"])
 def test_rows_that_are_reset_stay_frozen_or_free(bools):
     frozen = np.arange(V) > 4 if bools else lambda rows: rows > 4
     late = js.optim.freeze_rows(js.lion(0.1, **LATE), frozen)
@@ -332,7 +328,7 @@ def of_all(params, ids):
             for untouched, form in (("lazy", "tx"), ("exact", "tx"), ("exact", "state"))
             for dense in (False, True)
         ],
-        lambda case: case[2] == (case[1] == "state"),
+        ("lazy", "tx", False).__eq__,
     ),
 )
 def test_a_bool_freezes_all_of_an_array(untouched, form, dense):

@@ -16,8 +16,9 @@ import numpy as np
 import optax
 import optimizers
 import pytest
+from draws import examples
 from forked import Origin
-from helpers import slow_unless
+from helpers import slow_but_first, slow_unless
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -127,7 +128,7 @@ def test_trained_as_in_memory(name, options):
 SGD = js.sgd(0.5)
 
 
-@hypothesis.settings(max_examples=25)
+@examples(25)
 @hypothesis.given(
     st.lists(st.lists(st.integers(-2, V + 2), min_size=4, max_size=4), max_size=6),
     st.booleans(),
@@ -386,7 +387,7 @@ def test_a_step_by_another_optimizer_than_the_exact_table_s_is_said():
         train(table, tx, BATCHES[:1])
 
 
-@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("in_file", slow_but_first(True, False))
 def test_rows_of_a_larger_exact_table_are_those_of_resize_rows(in_file, tmp_path):
     """They begin anew, and decay with the steps from then on."""
     tx = js.adamw(0.1, weight_decay=0.5, untouched="exact")
@@ -441,16 +442,14 @@ def test_rows_begin_anew():
         table.store(now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options",
-    slow_unless(
-        [
-            ("adamw", {"weight_decay": 0.3}),
-            ("rmsprop", {"initial_scale": 1.0}),
-            ("adamw", {"learning_rate": optimizers.SCHEDULE}),
-        ],
-        lambda case: "weight_decay" in case[1],
-    ),
+    [
+        ("adamw", {"weight_decay": 0.3}),
+        ("rmsprop", {"initial_scale": 1.0}),
+        ("adamw", {"learning_rate": optimizers.SCHEDULE}),
+    ],
     ids=optimizers.label,
 )
 def test_rows_that_begin_anew_have_missed_no_step(name, options):
@@ -498,7 +497,7 @@ def test_a_copy_of_some_rows_in_another_order(tmp_path):
     assert os.listdir(tmp_path) == ["some"]
 
 
-@pytest.mark.parametrize("untouched", ["lazy", "exact"])
+@pytest.mark.parametrize("untouched", slow_but_first("lazy", "exact"))
 def test_a_table_that_was_trained_in_memory(untouched, tmp_path):
     tx = js.adam(0.1, untouched=untouched)
     params, state = jnp.asarray(START), tx.init(jnp.asarray(START))
@@ -596,6 +595,7 @@ def test_files_take_batches_without_a_row_and_narrow_shared_values(tmp_path):
         table.fetch([5])
 
 
+@pytest.mark.slow
 def test_a_file_that_is_open_is_refused(tmp_path):
     path = tmp_path / "table"
     with js.HostTable((V, D), SGD, path) as table:
@@ -690,7 +690,8 @@ def train_until_killed(path):
         print(table.steps, flush=True)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 3])
 def test_a_killed_process_leaves_whole_steps(tmp_path, kills):
     path, tx, before = str(tmp_path / "table"), js.adam(0.1), 0
     undisturbed = js.HostTable((V, D), tx, init=beginning)
@@ -890,10 +891,8 @@ GAPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, in_file",
-    slow_unless(itertools.product(GAPS, (False, True)), ("adamw", True).__eq__),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, in_file", [*itertools.product(GAPS, (False, True))])
 def test_rows_that_wait_longer_than_a_device_s_log(name, in_file, tmp_path):
     """The host keeps the log of all steps; and the rate is an argument of each."""
     ours, theirs, options = GAPS[name]
@@ -977,11 +976,14 @@ EXACT_ADAM = js.adam(0.01, untouched="exact")
 
 @pytest.mark.parametrize(
     "row, tx",
-    [
-        ((2, 3), EXACT_ADAM),
-        ((D,), js.optim.partition({"x": EXACT_ADAM, "y": EXACT_ADAM}, lambda _: "x")),
-        ((D,), js.optim.params_ema(EXACT_ADAM, 0.99)),
-    ],
+    slow_unless(
+        [
+            ((2, 3), EXACT_ADAM),
+            ((D,), js.optim.partition({"x": EXACT_ADAM, "y": EXACT_ADAM}, lambda _: "x")),
+            ((D,), js.optim.params_ema(EXACT_ADAM, 0.99)),
+        ],
+        lambda case: case[0] == (2, 3),
+    ),
     ids=["rows of two axes", "partition", "params_ema"],
 )
 def test_rows_of_all_kinds_wait_longer_than_a_device_s_log(row, tx, tmp_path):
@@ -992,6 +994,7 @@ def test_rows_of_all_kinds_wait_longer_than_a_device_s_log(row, tx, tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_means_of_lion_vanish_while_rows_wait(overlap, monkeypatch, tmp_path):
     """Elements stop in steps that a row's own column of the log does not tell."""

@@ -232,6 +232,7 @@ def test_no_more_entries_are_added_than_there_are_rows(name):
     assert [*added(program.jaxpr)][-1] == table.shape[0]
 
 
+@pytest.mark.slow
 def test_exact_with_an_injected_learning_rate():
     """The number may change between steps; the missed ones use the newest."""
     make = optax.inject_hyperparams(js.adam, static_args=("b1", "b2", "eps"))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_unless
 from test_host_table_faults import STRIDES_AND_KINDS, Copies, fast_disk, interruptions
 
 import jslices as js
@@ -62,11 +61,11 @@ def steps_of(tx):
     return in_memory, on_host
 
 
-QUICK = [("lru", "exact", True)]
-CASES = itertools.product(POLICIES, OPTIMIZERS, (False, True))
+CASES = [*itertools.product(POLICIES, OPTIMIZERS, (False, True))]
 
 
-@pytest.mark.parametrize("policy, name, overlap", slow_unless(CASES, QUICK.__contains__))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, name, overlap", CASES)
 def test_is_the_table_and_the_map_of_a_step_in_memory(policy, name, overlap, tmp_path):
     tx = OPTIMIZERS[name]
     in_memory, on_host = steps_of(tx)

@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_at_once, array, assert_close, dense, fast_jit, gradients
+from helpers import (
+    all_at_once,
+    array,
+    assert_close,
+    dense,
+    fast_jit,
+    gradients,
+    slow_unless,
+)
 from jax import lax
 from jax.experimental import sparse
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -432,6 +440,7 @@ ROWS = {
     )
 }
 ROWS["from_stacked"] = from_stacked, STACKED
+QUICK = "from_columns", "from_single_rows", "from_one_hots"
 
 
 def losses(forms, table):
@@ -451,7 +460,9 @@ def by_jax(name):
     return all_at_once(theirs, table)
 
 
-@pytest.fixture(scope="module", params=ROWS)
+@pytest.fixture(
+    scope="module", params=slow_unless(zip(ROWS), lambda case: case[0] in QUICK)
+)
 def rows(request):
     forms, table = ROWS[request.param]
     functions = losses(forms, table)

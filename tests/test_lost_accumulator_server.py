@@ -192,6 +192,7 @@ def test_who_waits_longer_than_the_timeout_is_kept_by_signs_of_life(elsewhere):
     assert waits.seconds > 1.5
 
 
+@pytest.mark.slow
 def test_a_killed_server():
     server = Server()
     try:
@@ -477,6 +478,7 @@ def test_what_is_served_may_raise_and_return_anything():
             pickle.dumps(client)  # the token stays here
 
 
+@pytest.mark.slow
 def test_a_fork_has_no_connection(served, monkeypatch):
     server, _ = served
     sums = connect(server.address, TOKEN)["sums"]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import examples
 from helpers import as_users, fast_jit, numpy_dense, numpy_tree
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -33,7 +34,7 @@ mask_by_function = fast_jit(lambda s: js.mask_rows(s, FORMS["function"](None)))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=15)
+@examples(15)
 @given(ids=some_ids)
 def test_masked_rows_are_empty_entries(form, ids):
     slices = slices_of(ids)
@@ -144,7 +145,7 @@ def test_projection_refuses_row_numbers(touched):
 project = fast_jit(js.project_rows)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(ids=some_ids, limit=st.sampled_from([0.0, 0.5, 1.0, 10.0]))
 def test_projection_touches_the_touched_rows_only(ids, limit):
     table = np.random.default_rng(2).normal(size=(V, D)).astype(np.float32)

@@ -302,6 +302,7 @@ def test_what_is_exported_is_imported(name):
     jax.tree.map(functools.partial(assert_close, rtol=1e-6), *both)
 
 
+@pytest.mark.slow
 def test_a_state_that_has_taken_more_steps_than_a_log_has_columns():
     """It goes on as dense Optax: rows miss steps after those, and schedules are there."""
     rate, count = optax.cosine_decay_schedule(0.1, 40_000), 20_000
@@ -890,6 +891,7 @@ def test_the_page_moves_states(tmp_path, monkeypatch):
     assert found["state"].count == 0 and found["scale"].shape == (1006, 3)
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_pasted_without_the_other_libraries(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there = {FROM_TORCH_THERE, MANY_TABLES_THERE, FROM_TENSORFLOW_THERE, TO_TORCH_THERE}

@@ -105,7 +105,7 @@ RUNS += [("adam", "apply"), ("exact", "apply"), ("lifted", "scan")]
 
 @pytest.mark.parametrize(
     "name, how",
-    slow_unless(sorted(RUNS), lambda run: run[0] in ("adam", "chain", "exact")),
+    slow_unless(sorted(RUNS), lambda run: run[0] in ("adam", "chain")),
 )
 def test_equals_a_step_on_the_mean_gradient(name, how):
     tx = wrapped(name)

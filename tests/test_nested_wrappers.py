@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PROGRAMS, assert_close, fast_jit
-from hypothesis import given, settings
+from draws import examples
+from helpers import assert_close, fast_jit
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -99,15 +100,9 @@ def check(outer, inner, kind):
 PAIRS = st.tuples(*[st.sampled_from(list(WRAPPERS))] * 2, st.sampled_from(list(ALONE)))
 
 
-@settings(max_examples=5)
-@given(PAIRS)
-def test_a_few_nested_wrappers(pair):
-    check(*pair)
-
-
 @pytest.mark.fuzz
 @pytest.mark.slow
-@settings(max_examples=2 * PROGRAMS)
+@examples(40)
 @given(PAIRS)
 def test_nested_wrappers(pair):
     check(*pair)

@@ -165,6 +165,7 @@ def _changes(before, after):
             yield jax.tree_util.keystr(path), y
 
 
+@pytest.mark.slow
 def test_exact_ones_catch_up():
     tx = js.lion(0.1, weight_decay=0.1, untouched="exact")
     other = optax.lion(0.1, weight_decay=0.1)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import examples
 from helpers import all_at_once, assert_close, fast_jit, golden, slow_unless, ulps
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import (
     ALL,
@@ -310,7 +311,7 @@ def test_tables_of_any_rank(name, kwargs, shape):
 
 
 @pytest.mark.parametrize("name, kwargs", [*THREE, *FACTORED], ids=label)
-@settings(max_examples=10)
+@examples(10)
 @given(
     ids=st.lists(st.integers(-2, V + 2), min_size=6, max_size=6), data=st.integers(0, 99)
 )

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, fast_jit
-from hypothesis import given, settings
+from draws import examples
+from helpers import assert_close, fast_jit, slow_but_first, slow_unless
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -53,14 +54,17 @@ def dense_step(tx, params, state, ids):
 # Rows wait for longer than a momentum of 0.5 lasts; 0.01 * 3 is the average's own decay.
 @pytest.mark.parametrize(
     ["name", "rate", "options"],
-    [
-        ("sgd", 0.02, {"momentum": 0.9}),
-        ("adam", 0.01, {"b1": 0.5}),
-        pytest.param("adam", RATE, {}, marks=pytest.mark.slow),
-        ("adamw", 0.01, {"weight_decay": 3.0}),
-        ("adamw", RATE, {"weight_decay": 0.1, "b1": 0.5}),
-        pytest.param("adamw", RATE, {"weight_decay": 10.0}, marks=pytest.mark.slow),
-    ],
+    slow_unless(
+        [
+            ("sgd", 0.02, {"momentum": 0.9}),
+            ("adam", 0.01, {"b1": 0.5}),
+            ("adam", RATE, {}),
+            ("adamw", 0.01, {"weight_decay": 3.0}),
+            ("adamw", RATE, {"weight_decay": 0.1, "b1": 0.5}),
+            ("adamw", RATE, {"weight_decay": 10.0}),
+        ],
+        lambda case: case[0] == "sgd",
+    ),
 )
 def test_of_exact_optimizers_is_that_of_dense_ones(name, rate, options):
     check_exact(name, rate, options)
@@ -68,7 +72,7 @@ def test_of_exact_optimizers_is_that_of_dense_ones(name, rate, options):
 
 @pytest.mark.slow
 @given(data=st.data(), decay=st.sampled_from([0.9, 0.97, 0.999]))
-@settings(max_examples=10)
+@examples(10)
 def test_of_drawn_numbers(data, decay):
     momentum = data.draw(st.sampled_from([0.0, 0.5, 0.8, 0.99 * decay]))
     start = data.draw(st.sampled_from([1e-3, 1e-2]))
@@ -96,7 +100,7 @@ def check_exact(name, rate, options, decay=DECAY):
 LAZY = js.adam(0.01), js.adam(RATE), js.rowwise_adagrad(0.1), js.lion(0.01)
 
 
-@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("lazy", slow_but_first(*LAZY))
 def test_of_lazy_optimizers_is_that_of_the_same_steps(lazy):
     tx = js.optim.params_ema(lazy, DECAY)
     params, state, _ = trained(js.train_step(loss, tx), tx.init(PARAMS))
@@ -105,6 +109,7 @@ def test_of_lazy_optimizers_is_that_of_the_same_steps(lazy):
     assert_close(tx.flush(params, state)[1].ema, average, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [js.adam, functools.partial(js.adamw, weight_decay=1.0)])
 def test_with_an_injected_learning_rate(make):
     def averaged(learning_rate):
@@ -121,6 +126,7 @@ def test_with_an_injected_learning_rate(make):
     assert_close(by_argument(0.01)[1].ema, wanted[1].ema, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_frozen_rows_are_their_average():
     tx = js.optim.params_ema(js.adamw(0.01, weight_decay=0.3, untouched="exact"), DECAY)
     tx = js.optim.freeze_rows(tx, {"table": lambda rows: rows < 9, "w": None})
@@ -133,7 +139,7 @@ def test_frozen_rows_are_their_average():
         assert np.abs(ema[9:] - now[9:]).max() > 1e-3
 
 
-@pytest.mark.parametrize("untouched", ["exact", "lazy"])
+@pytest.mark.parametrize("untouched", slow_but_first("lazy", "exact"))
 def test_is_in_place_and_saved(untouched, tmp_path):
     tx = js.optim.params_ema(js.adam(0.01, untouched=untouched), DECAY)
     params = {"table": jnp.ones((200_000, 4)), "w": jnp.ones(4)}
@@ -191,6 +197,7 @@ def test_of_a_host_table():
         assert_close(got[places], wanted[IDS[0]], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_of_a_run_that_began_elsewhere_and_of_a_table_that_grows():
     options = {"weight_decay": 0.5, "weight_decay_mode": "all", "b1": 0.5}
     dense = optax.adamw(0.01, b1=0.5, weight_decay=0.5)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import all_at_once, assert_close, fast_jit, golden, numpy_dense
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
 
@@ -76,7 +77,7 @@ READS = [
 ]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     read=st.sampled_from(READS),
     ids=st.lists(st.integers(-3, 9), min_size=4, max_size=4),

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import examples
 from helpers import fast_jit
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -241,7 +242,7 @@ def test_is_the_formula_of_its_peer(name, how):
 @pytest.mark.parametrize(
     "name", ["schedules of both", "its schedules", "its schedules of both"]
 )
-@settings(max_examples=15)
+@examples(15)
 @given(ids=st.lists(st.integers(-1, V), min_size=K, max_size=K), seed=st.integers(0, 99))
 def test_decay_is_exact_whatever_rows_wait(name, ids, seed):
     """The same ids in the last steps, some of them of no row: others wait long."""

@@ -294,7 +294,6 @@ QUICK = (
     "max_norm",
     "weighted",
     "EXACT_SGD",
-    "sum bags",
 )
 
 

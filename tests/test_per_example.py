@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import examples
 from helpers import assert_close, dense, fast_jit, numpy_array
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -60,7 +61,7 @@ def of_slices(grads, limit):
 many_ids = st.lists(st.integers(0, V - 1), min_size=B * K, max_size=B * K)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(many_ids, st.sampled_from([0.0, 1.0, 3.0, 1e6]))
 def test_equal_the_dense_formulation(ids, limit):
     ours, theirs = of_a_batch(make_params(), np.array(ids).reshape(B, K), limit)
@@ -73,7 +74,7 @@ def test_equal_the_dense_formulation(ids, limit):
     assert count == wanted_count and count.dtype == jnp.int32
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.lists(st.integers(-2, V + 2), min_size=B * K, max_size=B * K))
 def test_empty_entries_do_not_count(ids):
     indices = np.array(ids, np.int32).reshape(B, K)

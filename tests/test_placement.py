@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
-from helpers import assert_close, fast_jit, slow_unless
+from helpers import assert_close, fast_jit, slow_but_first, slow_unless
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -168,7 +168,7 @@ IDS = {"table": np.array([1, 5]), "bias": True, "w": True}
             for name in SCHEDULED
             for how in [("Explicit", True), ("Explicit", False), ("Auto", True)]
         ],
-        lambda case: case[1:] == ("Explicit", True) and case[0] in ("adafactor", "exact"),
+        lambda case: case == ("adafactor", "Explicit", True),
     ),
 )
 def test_schedules_on_every_mesh(name, kind, jit):
@@ -181,7 +181,7 @@ def test_schedules_on_every_mesh(name, kind, jit):
     assert_close(jax.device_get(found), jax.device_get(wanted), rtol=1e-5)
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", slow_but_first(True, False))
 def test_an_injected_number_of_an_exact_optimizer(jit):
     rows = js.IndexedSlices(np.ones((2, D), np.float32), np.array([1, 5]), (V, D))
 
@@ -197,7 +197,7 @@ def test_an_injected_number_of_an_exact_optimizer(jit):
     assert_close(jax.device_get(found), jax.device_get(jax.jit(run)(alone)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sgd", "exact"])
+@pytest.mark.parametrize("name", slow_but_first("sgd", "exact"))
 def test_parameters_on_no_mesh_within_an_explicit_one(name):
     """JAX puts them on all devices, and so does a step: the next one takes what it gave."""
     loss = lambda params, ids: (params["table"][ids] ** 2).sum() * params["w"].sum()  # noqa: E731

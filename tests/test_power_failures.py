@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from disks import Promise, RecordedDisk, check_failures
+from helpers import slow_unless
 from test_host_table_faults import TX, Lines, V, add, check_whole, on_another_boot, step
 from test_keyed_host_table import BATCHES, MAP, keyed, owners
 from test_keyed_host_table import step as keyed_step
@@ -305,8 +306,16 @@ for kind in ("full", "deltas", "shards", "at one path", "state files"):
     SCENARIOS[kind] = functools.partial(saves, kind=kind), check_saved, save_on
 
 
+#: More than a second each.
+SLOW = "keyed", "two", "two, overlap"
+
+
+def scenarios(names):
+    return slow_unless(((name,) for name in names), lambda case: case[0] not in SLOW)
+
+
 @COUNTS
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(["name"], scenarios(SCENARIOS))
 def test_power_failures(name, count, tmp_path, monkeypatch):
     scenario, check, _ = SCENARIOS[name]
     log = record(monkeypatch, tmp_path / "now", scenario)
@@ -314,7 +323,7 @@ def test_power_failures(name, count, tmp_path, monkeypatch):
 
 
 @COUNTS
-@pytest.mark.parametrize("name", [n for n, x in SCENARIOS.items() if x[2]])
+@pytest.mark.parametrize(["name"], scenarios(n for n, x in SCENARIOS.items() if x[2]))
 def test_power_failures_after_a_kill(name, count, tmp_path, monkeypatch):
     scenario, check, go_on = SCENARIOS[name]
     log, draw = record(monkeypatch, tmp_path / "now", scenario), random.Random(0)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import all_at_once, array, assert_close, fast_jit, gradients
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -393,8 +394,8 @@ def test_more_copies_than_int32_can_number_are_dense():
         ).sum()
 
     table = jax.ShapeDtypeStruct((2**20, 1), jnp.float32)
-    for examples, kind in ((2**10, "sparse"), (2**11, "dense")):
-        ids = jax.ShapeDtypeStruct((examples,), jnp.int32)
+    for count, kind in ((2**10, "sparse"), (2**11, "dense")):
+        ids = jax.ShapeDtypeStruct((count,), jnp.int32)
         assert js.explain(fun)(table, ids).leaves[0].kind == kind
 
 
@@ -489,7 +490,7 @@ def random_lookup(num_rows, row):
 SHAPES = [(1, (), (4,)), (2, (1,), (2, 2)), (6, (), (1,)), (6, (2, 2), (2, 2))]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.sampled_from(SHAPES), st.lists(st.integers(-9, 9), min_size=4, max_size=4))
 def test_random_ids_and_shapes(shapes, ids):
     num_rows, row, shape = shapes

@@ -101,6 +101,7 @@ def loaded_after(*statements):
     return [set(line.split()) for line in out.splitlines()]
 
 
+@pytest.mark.slow
 def test_import_brings_nothing_but_jax_and_numpy():
     loaded, with_optax = loaded_after("import jslices", "import optax")
     assert not [name for name in FORBIDDEN if name in loaded]
@@ -113,6 +114,7 @@ SATELLITES += ("_host_table", "dynamic")
 IMPORTED_BY_THEMSELVES = ("bench", "demo", "keras", "retrieval", "tables")
 
 
+@pytest.mark.slow
 def test_satellites_load_when_they_are_used():
     steps = {
         "import jslices as js; js.adam(1e-3); js.value_and_grad(abs)": set(),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import assert_close, dense, fast_jit, golden
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -172,7 +173,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+TestModel.settings = settings(examples(30), stateful_step_count=12)
 
 
 # --- overflow ---------------------------------------------------------------------------

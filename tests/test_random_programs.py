@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PROGRAMS, numpy_tree
-from hypothesis import given, note, settings
+from draws import examples
+from helpers import numpy_tree
+from hypothesis import given, note
 from hypothesis import strategies as st
 from jax.extend.core import jaxpr_as_fun
 
@@ -487,16 +488,16 @@ BOTH = pytest.mark.parametrize("x64", [False, True])
 
 
 @BOTH
-@settings(max_examples=6)  # of ten programs each, but for a few
+@examples(6)  # of ten programs each, but for a few
 @given(data=st.data())
-def test_a_hundred_random_programs(x64, data):
+def test_a_few_random_programs(x64, data):
     check(*data.draw(batches(x64)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.slow
 @BOTH
-@settings(max_examples=7 * PROGRAMS)
+@examples(140)
 @given(data=st.data())
 def test_random_programs(x64, data):
     check(*data.draw(batches(x64)))

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PROGRAMS, fast_jit
-from hypothesis import assume, given, note, settings
+from draws import examples
+from helpers import fast_jit
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 from jax import lax
 from test_random_programs import program
@@ -163,15 +164,9 @@ def is_one_of_jax(loss, params, ids):
 UNTOUCHED = st.sampled_from(["exact", "exact", "lazy"])
 
 
-@settings(max_examples=4)
-@given(programs(), UNTOUCHED)
-def test_a_few_random_reads(drawn, untouched):
-    check(drawn, untouched)
-
-
 @pytest.mark.fuzz
 @pytest.mark.slow
-@settings(max_examples=2 * PROGRAMS)
+@examples(40)
 @given(programs(), UNTOUCHED)
 def test_random_reads(drawn, untouched):
     check(drawn, untouched)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PROGRAMS, assert_close, fast_jit
-from hypothesis import given, settings
+from draws import examples
+from helpers import assert_close, fast_jit
+from hypothesis import given
 from hypothesis import strategies as st
 from test_random_programs import program
 
@@ -207,7 +208,7 @@ METHODS = st.sampled_from(["update", "apply"])
 UNTOUCHED = st.sampled_from(["lazy", "exact"])
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(OPTIMIZERS, STEPS, UNTOUCHED, METHODS)
 def test_a_few_random_optimizers(code, steps, untouched, method):
     check(code, steps, untouched, method)
@@ -215,7 +216,7 @@ def test_a_few_random_optimizers(code, steps, untouched, method):
 
 @pytest.mark.fuzz
 @pytest.mark.slow
-@settings(max_examples=2 * PROGRAMS)
+@examples(40)
 @given(OPTIMIZERS, STEPS, UNTOUCHED, METHODS)
 def test_random_optimizers(code, steps, untouched, method):
     check(code, steps, untouched, method)

@@ -46,7 +46,7 @@ OPTIMIZERS = {
     "rowwise": lambda v: js.adafactor(0.1, min_dim_size_to_factor=1),
     "from_optax": lambda v: js.from_optax(optax.adam(0.1)),
 }
-QUICK = ("rowwise_adagrad", "exact", "rowwise")
+QUICK = ("rowwise_adagrad", "rowwise")
 
 
 def start(v, seed=0):
@@ -174,6 +174,7 @@ def all_in_turn(change):
     return SHORT.flush(params, state)[0]["table"]
 
 
+@pytest.mark.slow
 def test_rows_whose_order_changes_do_not_fall_out_of_a_log(monkeypatch):
     """Nor where the new state begins with a longer one, or a shorter."""
     short_logs(monkeypatch, 16)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from draws import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -161,7 +162,7 @@ def test_the_template_has_the_shape_of_the_rows(path):
         js.Saver().restore(path, {"table": table()}, {"table": slice(2, 4)})
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.data())
 def test_any_rows(tmp_path_factory, data):
     shape = (data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3)))

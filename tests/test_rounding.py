@@ -211,6 +211,7 @@ def test_the_bits_are_those_of_threefry():
         assert (np.asarray(new)[row] > 1).tolist() == went_up.tolist()
 
 
+@pytest.mark.slow
 def test_a_table_on_several_devices_gets_the_same_bits():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     by_row = NamedSharding(mesh, PartitionSpec("x"))
@@ -356,6 +357,7 @@ def wrappers(tx, grads):
     }
 
 
+@pytest.mark.slow
 def test_what_stands_round_an_optimizer_hands_the_key_on():
     rng = np.random.default_rng(7)
     values = rng.integers(-8, 8, (3, D)).astype(BFLOAT16)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense
+from helpers import assert_close, dense, slow_unless
 from jax import lax
 from optimizers import FIRST, make
 
@@ -265,6 +265,7 @@ def steps(tx, loss, table, batches=IDS):
     return table, state
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_rows_numbered_by_one_axis():
     optimizers = {name: make(js, name, 0.1, kwargs) for name, kwargs in FIRST}
 
@@ -306,7 +307,10 @@ EXACT = {
 
 @pytest.mark.parametrize(
     "name, loss",
-    [("adam", scanned), ("momentum", scanned), ("adamw", blocks)],
+    slow_unless(
+        [("adam", scanned), ("momentum", scanned), ("adamw", blocks)],
+        lambda case: case[0] == "momentum",
+    ),
     ids=["rows", "rows of sgd", "coarser rows"],
 )
 def test_exact_steps_are_those_of_optax(name, loss):
@@ -358,6 +362,7 @@ def test_a_row_that_is_behind_is_named():
             ids = (ids + 1) % V
 
 
+@pytest.mark.slow
 def test_what_stands_around_a_step():
     grads = [js.grad(scanned)(TABLE, ids) for ids in IDS]
     frozen = np.arange(L * V).reshape(L, V) % 3 == 0

@@ -143,12 +143,12 @@ CASES = [
     (["adam", "rowwise_adagrad", *SECOND], "Explicit", None, P(None, "x", "a")),
     (["from_optax", "rowwise_adagrad", *THIRD], "Explicit", None, P("a", "x")),
 ]
-QUICK = CASES[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, kind, plan, split",
-    slow_unless(CASES, lambda case: case is QUICK),
+    CASES,
     ids=lambda x: "-".join(x) if type(x) is list else str(x),
 )
 def test_the_same_on_a_mesh_and_no_table_is_sent(names, kind, plan, split):
@@ -158,7 +158,7 @@ def test_the_same_on_a_mesh_and_no_table_is_sent(names, kind, plan, split):
     exchange = js.Exchange(P(*split[:2]), **how) if plan else None
     rows = P(None, left, *split[2:]) if kind == "Explicit" else None
     layers = kind == "Auto" or split[0] is None
-    wanted, wanted_read = on_one_device(tuple(names) if names is QUICK[0] else EVERY)
+    wanted, wanted_read = on_one_device(EVERY)
     if not layers:
         gradient, wanted_read = on_one_device((), layers)
         wanted = wanted | gradient

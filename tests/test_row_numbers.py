@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from draws import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -27,7 +28,7 @@ def both_ways(values, ids):
     return grad.coalesce(), update
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     seed=st.integers(0, 2**31),
     distinct=st.integers(1, 2 * K),

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import all_at_once, fast_jit, golden
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
 
@@ -157,7 +158,7 @@ def test_nd_equals_tensorflow(name):
 CASES = [((2, 2), (), "uint8", "drop"), ((4,), (2,), "float32", "clip")]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.data())
 @pytest.mark.parametrize("op", OPS)
 def test_means_what_a_loop_means(op, data):
@@ -182,7 +183,7 @@ def test_means_what_a_loop_means(op, data):
     assert got.dtype == ref.dtype
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.data())
 @pytest.mark.parametrize("op", ND)
 def test_nd_means_what_a_loop_means(op, data):

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import fast_jit, golden, numpy_array
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -35,7 +36,7 @@ def test_equals_tensorflow(name):
     assert traced.indices[count:].tolist() == [empty] and not traced.values[count:].any()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     indices=st.lists(st.integers(-2, 7), min_size=5, max_size=5),
     mask=st.lists(st.integers(-3, 8), min_size=3, max_size=3),

@@ -163,6 +163,7 @@ def test_numbers_of_the_version_agree():
     assert f"\nversion: {js.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+@pytest.mark.slow
 def test_pictures_and_tables_are_those_of_the_command(tmp_path):
     for part in ("docs", "benchmarks/results"):
         shutil.copytree(ROOT / part, tmp_path / part)

@@ -5,7 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from draws import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -51,7 +52,7 @@ def turned(shards):
 SIZES = st.integers(1, 2**20) | st.integers(MOST - 2**13, MOST)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(num_rows=SIZES, shards=st.sampled_from([1, 3, 64, 1000, 4096]), data=st.data())
 def test_no_size_is_too_large(num_rows, shards, data):
     last = num_rows - 1

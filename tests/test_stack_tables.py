@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, fast_jit
+from helpers import assert_close, fast_jit, slow_but_first
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -94,11 +94,7 @@ OPTIMIZERS = {
 }
 
 
-USUAL = ("sgd", "adam", "exact", "average")
-EVERY = [x if x in USUAL else pytest.param(x, marks=pytest.mark.slow) for x in OPTIMIZERS]
-
-
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_but_first(*OPTIMIZERS))
 def test_trains_as_apart_and_changes_form_at_any_step(name):
     tx = OPTIMIZERS[name]
     apart, stacked = trained(tx, PARAMS, loss), trained(tx, STACKED, of_stacked)
@@ -115,6 +111,7 @@ def test_trains_as_apart_and_changes_form_at_any_step(name):
     assert jax.tree.structure(back[1]) == jax.tree.structure(tx.init(STACKED))
 
 
+@pytest.mark.slow
 def test_is_dense_optax():
     tx = optax.adamw(SCHEDULE, weight_decay=0.1)
     params, state = PARAMS, tx.init(PARAMS)
@@ -139,6 +136,7 @@ def test_what_the_loss_looks_up_is_stacked():
     assert_same(UNSTACK.stack(PARAMS), STACKED)
 
 
+@pytest.mark.slow
 def test_gradients_are_rows_of_the_stacks():
     grads = fast_jit(js.grad(of_stacked))(STACKED, *BATCHES[0])
     assert isinstance(grads, Stacked)
@@ -154,6 +152,7 @@ def test_gradients_are_rows_of_the_stacks():
     assert_same(UNSTACK(one), two, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("untouched", ["lazy", "exact"])
 def test_rows_by_table(untouched):
     """Frozen tables, and rates by table."""
@@ -180,6 +179,7 @@ def test_rows_by_table(untouched):
     np.testing.assert_array_equal(back, of_rows(jnp.arange(height)))
 
 
+@pytest.mark.slow
 def test_partition_and_masks_by_stack():
     labels = {"emb": "a", "bias": "b", "wide": "a", "w": "b", "v": "b"}
     each = {"a": js.adam(0.1, untouched="exact"), "b": js.sgd(0.1)}
@@ -196,6 +196,7 @@ def test_partition_and_masks_by_stack():
     assert_same(UNSTACK(stacked[0]), apart[0])
 
 
+@pytest.mark.slow
 def test_names_of_optimizers_may_be_those_of_tables():
     params = {"a": normal(9, 4), "b": normal(7, 4)}
     stacked, unstack = stack_tables(params)
@@ -229,6 +230,7 @@ def test_tables_of_one_string_are_together():
     assert function.tables == unstack.tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [False, True])
 def test_rows_over_devices(exchange):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -263,6 +265,7 @@ def test_explicit_axes_say_what_to_type():
             unstack(whole._replace(tables=tables))
 
 
+@pytest.mark.slow
 def test_checkpoints_in_either_form(tmp_path):
     tx = OPTIMIZERS["exact"]
     params, state = trained(tx, STACKED, of_stacked)
@@ -290,6 +293,7 @@ def test_slots_of_other_libraries_and_back():
     assert_same(one[0], two[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tables_that_grow_go_and_join():
     tx = js.adam(0.1, untouched="exact")
     params, state = flushed(tx, *trained(tx, STACKED, of_stacked))
@@ -459,7 +463,9 @@ def test_many_tables_apart_are_hinted_at(monkeypatch):
     lower(lambda at, ids: loss(unstack(at), ids), stacked)
 
 
-@pytest.mark.parametrize("tx", [js.adam(0.1), js.adamw(SCHEDULE, untouched="exact")])
+@pytest.mark.parametrize(
+    "tx", slow_but_first(js.adam(0.1), js.adamw(SCHEDULE, untouched="exact"))
+)
 def test_stacks_in_host_memory(tx):
     stacked, unstack = stack_tables(PARAMS["emb"])
     tables = unstack.tables["4"]

@@ -5,8 +5,9 @@ import logging
 import os
 
 import pytest
+from draws import examples
 from helpers import golden
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
@@ -305,7 +306,7 @@ def test_protocol_buffers_read_what_waits_for_deletion(tmp_path):
     assert list(read.all_model_checkpoint_paths) == [str(tmp_path / "delta")]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False))
 def test_any_text_comes_back(text, number):
     fields = [("a", text), ("b", number), ("a", "")]
@@ -314,7 +315,7 @@ def test_any_text_comes_back(text, number):
     assert parse_text(dump_text(fields).encode()) == fields
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.binary())
 def test_any_bytes_are_read_or_refused(data):
     try:

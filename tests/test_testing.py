@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import as_users
+from helpers import as_users, slow_but_first
 from jax import lax
 
 import jslices as js
@@ -189,7 +189,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("bad", COPIES)
+@pytest.mark.parametrize("bad", slow_but_first(*COPIES))
 def test_a_copied_table(bad):
     words, place = COPIES[bad]
     (problem,) = fails(donated(bad), PARAMS, STATE, IDS)
@@ -197,6 +197,7 @@ def test_a_copied_table(bad):
     assert place is None or line_of(*place) in problem
 
 
+@pytest.mark.slow
 def test_what_is_said_of_old_values_helps():
     (problem,) = fails(donated(subtracts_old), PARAMS, STATE, IDS)
     assert "Return what you need of the old one from the loss" in problem
@@ -347,6 +348,7 @@ def test_a_gradient_with_as_many_rows_as_the_table(tx):
     assert advice.startswith("args[0]['table'] has 20,000 rows, and 20,000 are looked up")
 
 
+@pytest.mark.slow
 def test_a_small_table_may_be_stepped_as_a_whole():
     """Beside a large one, of which no dense array is made."""
     params = {**PARAMS, "large": S((300_000, D), jnp.float32)}

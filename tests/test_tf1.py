@@ -70,6 +70,7 @@ def test_the_published_model_is_trained(name):
             np.testing.assert_allclose(after, wanted[f"{key}_after"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_word_vectors_with_a_sampled_softmax():
     """The page "Vector Representations of Words", its variables and its loss."""
     vocabulary_size, embedding_size, num_sampled = 50, 4, 8

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import examples
 from helpers import golden
 
 import jslices as js
@@ -195,7 +196,7 @@ SCATTER = jax.jit(lambda *args: SCATTER_MODEL.apply(SCATTER_MODEL.init(None, *ar
     st.lists(st.integers(1, 5), min_size=12, max_size=12),
     st.lists(st.integers(-50, 50), min_size=10, max_size=10),
 )
-@hypothesis.settings(max_examples=25)
+@examples(25)
 def test_scatter_methods_against_numpy(indices, values, table):
     indices, values = np.array(indices, "i4"), np.array(values, "i4").reshape(6, 2)
     table = np.array(table, "i4").reshape(5, 2)

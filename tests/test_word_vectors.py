@@ -131,6 +131,7 @@ def test_a_vocabulary_selects(tmp_path, form):
         load(tmp_path / "file", vocabulary="a")
 
 
+@pytest.mark.slow
 def test_vectors_are_in_memory_once(tmp_path):
     path, table = tmp_path / "file", np.ones((10_000, 500), np.float32)
     save(path, ["word"] * len(table), table, form="word2vec_binary")
