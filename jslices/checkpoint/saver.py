@@ -89,7 +89,8 @@ class Saver:
       allow_empty: True allows a checkpoint without variables.
       pad_step_number: the step is written with at least eight digits.
       save_relative_paths: the state file holds paths relative to its directory, so that
-        the directory can be moved.
+        it can be moved. With False, as in TensorFlow, checkpoints of a directory that was
+        moved are found by their names.
 
     Raises:
       TypeError: if ``var_list`` contains anything but names and handles, or for an
@@ -124,7 +125,7 @@ class Saver:
         saver_def: SaverDef | None = None,
         allow_empty: bool = False,
         pad_step_number: bool = False,
-        save_relative_paths: bool = False,
+        save_relative_paths: bool = True,
         **theirs: None,
     ) -> None:
         del name, restore_sequentially

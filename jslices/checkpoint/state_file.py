@@ -9,9 +9,10 @@ from typing import Any
 
 from jslices import DataLossError, NotFoundError
 from jslices.checkpoint import files
-from jslices.checkpoint.archive import is_published
+from jslices.checkpoint.archive import is_published, saved_id
 from jslices.checkpoint.files import Path
 from jslices.checkpoint.text_format import dump_text, parse_text
+from jslices.checkpoint.trees import brief
 
 _log = logging.getLogger("jslices.checkpoint")
 
@@ -51,8 +52,9 @@ def get_checkpoint_state(
       latest_filename: the name of the state file; None means ``"checkpoint"``.
 
     Returns:
-      A :class:`CheckpointState`, relative paths joined to ``checkpoint_dir``. None when
-      there is no such file.
+      A :class:`CheckpointState`, relative paths joined to ``checkpoint_dir``, as are the
+      names of checkpoints that are there and not at their absolute paths, of a directory
+      that was moved. None when there is no such file.
 
     Raises:
       DataLossError: for a damaged file. TensorFlow returns None, from which many a program
@@ -85,9 +87,9 @@ def get_checkpoint_state(
         )
     return dataclasses.replace(
         state,
-        model_checkpoint_path=os.path.join(directory, state.model_checkpoint_path),
+        model_checkpoint_path=_located(state.model_checkpoint_path, directory),
         all_model_checkpoint_paths=[
-            os.path.join(directory, path) for path in state.all_model_checkpoint_paths
+            _located(path, directory) for path in state.all_model_checkpoint_paths
         ],
     )
 
@@ -100,8 +102,12 @@ def latest_checkpoint(
     Takes the arguments of :func:`get_checkpoint_state`, and raises what it raises.
 
     Returns:
-      The path that the state file names; None when there is no state file, or the
-      checkpoint it names is not there (which is logged).
+      The path that the state file names; None when there is no state file, or no checkpoint
+      in a directory that has one (which is logged).
+
+    Raises:
+      DataLossError: if the checkpoint that the state file names is not there, and others
+        are. TensorFlow returns None, and training begins anew and overwrites them.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, jslices as js
@@ -116,14 +122,18 @@ def latest_checkpoint(
     state = get_checkpoint_state(checkpoint_dir, latest_filename)
     if state is None:
         return None
-    path = state.model_checkpoint_path
-    if files.checkpoint_exists(path) or os.path.exists(path + ".index"):  # TensorFlow's own
+    directory, path = os.fspath(checkpoint_dir), state.model_checkpoint_path
+    if _is_checkpoint(path):
         return path
-    _log.error(
-        "%s names the checkpoint %r, which is not there",
-        _state_path(os.fspath(checkpoint_dir), latest_filename),
-        path,
-    )
+    filename = _state_path(directory, latest_filename)
+    if others := _checkpoints_in(directory):
+        raise DataLossError(
+            f"{filename} names the checkpoint {path!r}, which is not there, where "
+            f"there are {brief(others)}: restore one of these by its path, or type "
+            f"update_checkpoint_state({directory!r}, its path); to begin anew, delete "
+            f"{filename}"
+        )
+    _log.error("%s names the checkpoint %r, which is not there", filename, path)
     return None
 
 
@@ -239,6 +249,25 @@ def doomed_in(checkpoint_dir: str, latest_filename: str | None) -> dict[str, str
                     if os.path.basename(str(name)) == name:  # nothing in other directories
                         doomed[name] = str(save_id)
     return doomed
+
+
+def _is_checkpoint(path: str) -> bool:
+    return files.checkpoint_exists(path) or os.path.exists(path + ".index")  # TensorFlow's
+
+
+def _located(path: str, directory: str) -> str:
+    """Where a checkpoint is; beside the state file, if both were moved together."""
+    beside = os.path.join(directory, os.path.basename(path))
+    if os.path.isabs(path) and not _is_checkpoint(path) and _is_checkpoint(beside):
+        return beside
+    return os.path.join(directory, path)
+
+
+def _checkpoints_in(directory: str) -> list[str]:
+    """The names of files of checkpoints, as far as they can be read."""
+    visible = sorted(x for x in os.listdir(directory or ".") if not x.startswith("."))
+    ours = (x for x in visible if saved_id(os.path.join(directory, x)) is not None)
+    return [*ours, *(x for x in visible if x.endswith(".index"))]
 
 
 def _state_path(directory: str, latest_filename: str | None) -> str:
