@@ -100,6 +100,7 @@ from jslices.optim.engine.boxes import with_axes as with_axes
 
 # The last steps of rows, from the clock of an exact optimizer.
 from jslices.optim.engine.clock import OLD_CLOCK as OLD_CLOCK
+from jslices.optim.engine.clock import OTHER_NUMBERS as OTHER_NUMBERS
 from jslices.optim.engine.clock import RowClock as RowClock
 
 # The state of an exact optimizer of rows that a host keeps, with the log of their steps.

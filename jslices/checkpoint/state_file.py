@@ -52,9 +52,8 @@ def get_checkpoint_state(
       latest_filename: the name of the state file; None means ``"checkpoint"``.
 
     Returns:
-      A :class:`CheckpointState`, relative paths joined to ``checkpoint_dir``, as are the
-      names of checkpoints that are there and not at their absolute paths, of a directory
-      that was moved. None when there is no such file.
+      A :class:`CheckpointState`, relative paths joined to ``checkpoint_dir``, as names are
+      of checkpoints that were moved with it. None when there is no such file.
 
     Raises:
       DataLossError: for a damaged file. TensorFlow returns None, from which many a program
@@ -106,8 +105,8 @@ def latest_checkpoint(
       in a directory that has one (which is logged).
 
     Raises:
-      DataLossError: if the checkpoint that the state file names is not there, and others
-        are. TensorFlow returns None, and training begins anew and overwrites them.
+      DataLossError: if the checkpoint is not there, and others are. TensorFlow returns
+        None, and training begins anew and overwrites them.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, jslices as js
@@ -128,10 +127,9 @@ def latest_checkpoint(
     filename = _state_path(directory, latest_filename)
     if others := _checkpoints_in(directory):
         raise DataLossError(
-            f"{filename} names the checkpoint {path!r}, which is not there, where "
-            f"there are {brief(others)}: restore one of these by its path, or type "
-            f"update_checkpoint_state({directory!r}, its path); to begin anew, delete "
-            f"{filename}"
+            f"{filename} names the checkpoint {path!r}, which is not there, where there "
+            f"are {brief(others)}: type update_checkpoint_state({directory!r}, path) for "
+            f"the path of one of these; to begin anew, delete {filename}"
         )
     _log.error("%s names the checkpoint %r, which is not there", filename, path)
     return None

@@ -89,6 +89,6 @@ def sgd(
             return -missed.sums[0] * trace, {"trace": faded(momentum, missed, trace)}
 
         series = momentum_series(momentum, nesterov, corrected=False)
-        missed = MissedSteps(advance, learning_rate, (series,))
+        missed = MissedSteps(advance, learning_rate, (series,), numbers=(momentum,))
     state = {"trace": rule.zeros(accumulator_dtype)}
     return transformation(SgdState, rule.Rule(state, update, missed=missed))
