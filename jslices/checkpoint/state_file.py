@@ -125,7 +125,9 @@ def latest_checkpoint(
     if _is_checkpoint(path):
         return path
     filename = _state_path(directory, latest_filename)
-    if others := _checkpoints_in(directory):
+    names = sorted(os.listdir(directory or "."))
+    ours = [x for x in names if saved_id(os.path.join(directory, x)) is not None]
+    if others := [*ours, *(x for x in names if x.endswith(".index"))]:
         raise DataLossError(
             f"{filename} names the checkpoint {path!r}, which is not there, where there "
             f"are {brief(others)}: type update_checkpoint_state({directory!r}, path) for "
@@ -259,13 +261,6 @@ def _located(path: str, directory: str) -> str:
     if os.path.isabs(path) and not _is_checkpoint(path) and _is_checkpoint(beside):
         return beside
     return os.path.join(directory, path)
-
-
-def _checkpoints_in(directory: str) -> list[str]:
-    """The names of files of checkpoints, as far as they can be read."""
-    visible = sorted(x for x in os.listdir(directory or ".") if not x.startswith("."))
-    ours = (x for x in visible if saved_id(os.path.join(directory, x)) is not None)
-    return [*ours, *(x for x in visible if x.endswith(".index"))]
 
 
 def _state_path(directory: str, latest_filename: str | None) -> str:

@@ -182,7 +182,6 @@ class Moments(NamedTuple):
 
         series = step_moments(first, second, nesterov, eps_hat)
         panels = panel_ends(first, second, has_root)
-        numbers = b1, b2, eps, eps_root, eps_hat
         return MissedSteps(
-            advance, learning_rate, series, decay, panels=panels, numbers=numbers
+            advance, learning_rate, series, decay, panels=panels, numbers=self
         )

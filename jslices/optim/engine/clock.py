@@ -210,6 +210,13 @@ def by_row(clock: Clock, count: jax.Array) -> Clock:
     return clock._replace(last=tree.unflatten(steps), whole=jnp.full_like(clock.whole, -1))
 
 
+def has_rows_behind(state: Any) -> bool:
+    """Whether rows of an optimizer have missed steps; nothing may be traced."""
+    clock = getattr(state, "clock", None)
+    rows = [] if clock is None else jax.tree.leaves(by_row(clock, state.count).last)
+    return any(RowClock(x, state.count).is_late.any() for x in rows)
+
+
 @functools.partial(jax.jit, inline=True)
 def flushed(clock: Clock, count: jax.Array) -> Clock:
     """The clock after all rows have caught up, whatever they did before."""

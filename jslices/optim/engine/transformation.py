@@ -34,9 +34,8 @@ from jslices.optim.engine.checks import (
 from jslices.optim.engine.clock import (
     OTHER_NUMBERS,
     Clock,
-    RowClock,
     after_all,
-    by_row,
+    has_rows_behind,
     new_clock,
     with_rows_in_turn,
 )
@@ -410,8 +409,10 @@ class _RuleOnTrees:
         check_state(state, self.state_type, self.fields)
         arrays = jax.tree.leaves((grads, state, hash_of(self._missed_of_rules)))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-        if not is_traced:
-            self._refuse_other_numbers(state)
+        if not is_traced and state.clock.numbers is not None:
+            same = np.asarray(state.clock.numbers)[0] == hash_of(self._missed_of_rules)
+            if not same and has_rows_behind(state):
+                raise ValueError(OTHER_NUMBERS)
         if name not in ("update", "apply"):
             return
         here = [x for x in around if x in self.caught_up]
@@ -429,14 +430,6 @@ class _RuleOnTrees:
             exact.refuse_stale(tables, state.count)
         elif any(map(is_slices, leaves)):
             warn_at_line(exact.STALE, category=UserWarning)
-
-    def _refuse_other_numbers(self, state: State) -> None:
-        """Refuse rows that are behind by other numbers; no value may be traced."""
-        clock, mine = state.clock, hash_of(self._missed_of_rules)
-        if clock.numbers is not None and np.asarray(clock.numbers)[0] != mine:
-            rows = jax.tree.leaves(by_row(clock, state.count).last)
-            if any(RowClock(x, state.count).is_late.any() for x in rows):
-                raise ValueError(OTHER_NUMBERS)
 
     def _peeked_flags(self, peeked: PyTree, grads: Gradients) -> list[bool]:
         """For each gradient whether its rows have missed steps that are to be done."""
