@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import json
+import pathlib
 import re
 
 import jax
@@ -283,6 +285,67 @@ def test_a_state_without_the_numbers_that_made_its_log_goes_on(name, tmp_path):
     saved = js.Saver().restore(path)
     mine = js.checkpoint.resize_rows(tx, *saved.values(), saved["params"])
     assert_same(mine, (params, state))
+
+
+OLD_FILES = pathlib.Path(__file__).parent / "golden" / "states_6209fa5"
+DECAYS = {"weight_decay": 0.1, **EXACT}
+OF_OLD_FILES = {
+    "adam": js.adam(0.1, **EXACT),
+    "adamw": js.adamw(0.1, **DECAYS),
+    "amsgrad": js.amsgrad(0.1, **EXACT),
+    "sgd": js.sgd(0.1, 0.9, **EXACT),
+    "rmsprop": js.rmsprop(0.1, momentum=0.9, **EXACT),
+    "frozen": js.optim.freeze_rows(js.adamw(0.1, **DECAYS), {"table": lambda row: row < 3}),
+    "ema": js.optim.params_ema(js.adam(0.1, **EXACT), 0.99),
+    "adadelta": js.adadelta(1.0, **EXACT),
+    "lion": js.lion(0.01, **DECAYS),
+    "partial_rowwise_adam": js.partial_rowwise_adam(0.1, **EXACT),
+    "proximal_adagrad": js.proximal_adagrad(0.1, l1_regularization_strength=0.01, **EXACT),
+    "rowwise_adagrad": js.rowwise_adagrad(0.1),
+    "adagrad": js.adagrad(0.1),
+    "ftrl": js.ftrl(0.1),
+    "lamb": js.lamb(0.1),
+    "adafactor": js.adafactor(0.1),
+}
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless([(x,) for x in OF_OLD_FILES], lambda x: x in [("sgd",), ("ftrl",)])
+)
+def test_files_of_an_earlier_version_go_on_as_they_did_there(name):
+    """Flushed after six steps, as the error says; it has the numbers after six more."""
+    tx, start = OF_OLD_FILES[name], {"table": jnp.zeros((V, D))}
+    into = {"params": start, "state": tx.init(start)}
+    if hasattr(tx.init(start), "clock") and tx.init(start).clock is not None:
+        with pytest.raises(js.NotFoundError, match=OLD):
+            js.Saver().restore(OLD_FILES / name, into)
+    saved = js.Saver().restore(OLD_FILES / name)
+    now = js.checkpoint.resize_rows(tx, *saved.values(), saved["params"])
+    found = tx.flush(*some_steps(tx, *now, IDS[6:]))[0]["table"]
+    expected = json.loads((OLD_FILES / "after.json").read_text())[name]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_host_tables_of_an_earlier_version_go_on_as_they_did_there(name):
+    """All rows, so that those that were never stored decay as well."""
+    saved, tx = js.Saver().restore(OLD_FILES / f"host_{name}"), OF_OLD_FILES[name]
+    new = js.checkpoint.resize_rows(tx, saved["params"], saved["state"], saved["params"])
+    table = js.HostTable((V, D), tx, init=0.5)
+    table.write(saved["rows"], *new)
+
+    @fast_jit
+    def step(rows, places):
+        table, state = rows.unpack()
+        loss = lambda table: (jnp.sin(js.embedding_lookup(table, places)) ** 3).sum()  # noqa: E731
+        return rows.pack(*tx.apply(js.grad(loss)(table), state, table))
+
+    for ids in np.random.default_rng(3).integers(0, 9, (12, 3))[6:]:
+        rows, places = table.fetch(ids)
+        table.store(step(rows, places))
+    expected = json.loads((OLD_FILES / "after.json").read_text())[f"host_{name}"]
+    np.testing.assert_allclose(table.read(np.arange(V)), expected, atol=1e-5)
 
 
 # --- other numbers ------------------------------------------------------------------------

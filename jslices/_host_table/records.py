@@ -48,13 +48,12 @@ _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
 #: Steps that a log knows. Those to come are a hole in the file, or memory that is not used.
 LOG_STEPS = 1 << 22
-#: Said of a file in which rows have snapshots.
-_OLD_CLOCK = (
-    "was made by an earlier version of jslices, by whose rule its rows have to catch up. "
-    "There, type table.catch_up(); rows = table.written_rows(); params, state = "
-    "table.fetch(rows)[0].unpack(), and save slots = jslices.checkpoint.export_state("
-    "params, state, 'torch') and table.steps; here, HostTable(..., a new path).write(rows, "
-    "params, jslices.checkpoint.import_state(tx, params, slots, steps))"
+#: Said of a file of an earlier format.
+_OLD = (
+    "was made by an earlier version of jslices. There, of rows = np.arange(V) or parts of "
+    "it, save params, state = table.fetch(rows)[0].unpack() with jslices.Saver; here, "
+    "restored without variables, HostTable(..., a new path).write(rows, "
+    "*jslices.checkpoint.resize_rows(tx, params, state, params))"
 )
 
 
@@ -223,10 +222,8 @@ def copy_records(source: Records, target: Records, rows: np.ndarray | None = Non
     """Copy records, or those of some rows; rows that never began take no whole page."""
     for old, new in zip(source.arrays, target.arrays, strict=True):
         gap = max(1, PAGE // old.strides[0])
-        parts = row_blocks(new.shape, new.itemsize)
-        if rows is None and next(target.blocks(new), None) is None:
-            parts = source.blocks(old)
-        for part in parts:
+        is_new = rows is None and next(target.blocks(new), None) is None
+        for part in source.blocks(old) if is_new else row_blocks(new.shape, new.itemsize):
             words = old[part if rows is None else rows[part]]
             began = words[:, -1] | new[part][: len(words), -1]
             for run in _runs(np.flatnonzero(began), gap):
@@ -332,19 +329,21 @@ class FileForm:
                 f"least {self.at.first}: put a copy in its place, or delete it to begin a "
                 "new table"
             )
-        later = re.match(rb"jslices host table (\d{1,9})\n", start)
-        if later and int(later[1]) > 2:
+        found = re.match(rb"jslices host table (\d{1,9})\n", start)
+        if found and int(found[1]) > 2:
             raise InvalidArgumentError(
-                f"{path} is of format {int(later[1])} and this version of jslices reads 2: "
+                f"{path} is of format {int(found[1])} and this version of jslices reads 2: "
                 "it was made by a later version, so update jslices"
             )
+        if found and re.match(
+            rb'.* 1\n|.*\n(?!.*"record")|.*\n.*\bclock/(run|snap)', start
+        ):
+            raise InvalidArgumentError(f"{path} {_OLD}")
         if magic != _MAGIC:
             raise InvalidArgumentError(
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
             )
         if start[len(_MAGIC) :] != self.head[len(_MAGIC) :]:
-            if re.search(rb"\bclock/(run|snapshot)\b", start):
-                raise InvalidArgumentError(f"{path} {_OLD_CLOCK}")
             parts = [_parts(x[len(_MAGIC) :]) for x in (start, self.head)]
             common = {*parts[0]} & {*parts[1]}
             held, asked = (", ".join(x for x in of if x not in common) for of in parts)
@@ -441,7 +440,6 @@ class FileRecords(Records):
                 yield slice(here + part.start, here + part.stop)
 
     def _first(self, array: np.ndarray) -> int:
-        """Where an array is in the file."""
         at = self.form.at
         firsts = [at.first, at.entries, *map(at.log, range(len(self.logs)))]
         arrays = [self.array, self.entries, *self.logs]

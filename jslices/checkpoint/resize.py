@@ -366,13 +366,12 @@ def _with_clocks_of(new: Mapping[str, Any], old: dict[str, Any]) -> dict[str, An
         of_log = re.compile(rf"{re.escape(clock)}(?!last|key$)")
         begun = {n: x for n, x in new.items() if of_log.match(n)}
         numbers = {n: x for n, x in begun.items() if n == f"{clock}numbers"}
+        old = numbers | old  # that of an earlier version is without
         if not any(x.is_late.any() for x in rows.values()):
             kept = {n: x for n, x in old.items() if n in new or not n.startswith(clock)}
             old = kept | begun | {n: x.marks for n, x in rows.items()}
-        elif any(old.get(n, x)[0] != x[0] for n, x in numbers.items()):
+        elif any(old[n][0] != x[0] for n, x in numbers.items()):
             raise ValueError(f"resize_rows: {OTHER_NUMBERS}")
-        else:
-            old = numbers | old  # that of an earlier version is without
     return old
 
 

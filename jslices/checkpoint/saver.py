@@ -89,8 +89,7 @@ class Saver:
       allow_empty: True allows a checkpoint without variables.
       pad_step_number: the step is written with at least eight digits.
       save_relative_paths: the state file holds paths relative to its directory, so that
-        it can be moved. With False, as in TensorFlow, checkpoints of a directory that was
-        moved are found by their names.
+        the directory can be moved.
 
     Raises:
       TypeError: if ``var_list`` contains anything but names and handles, or for an

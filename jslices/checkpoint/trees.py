@@ -120,8 +120,7 @@ def row_clock(
     """The last steps of the rows of one of ``clocks_in``."""
     clock, table, number = at
     whole, count = f"{clock}whole", clock.removesuffix("clock/") + "count"
-    # Of an earlier version rows tell their steps alone.
-    as_whole = read(whole)[number] if whole in names else -1
+    as_whole = read(whole)[number] if whole in names else -1  # of an earlier version
     return RowClock.of(read(f"{clock}last{table}"), as_whole, read(count))
 
 
