@@ -100,10 +100,12 @@ from jslices.optim.engine.boxes import with_axes as with_axes
 
 # The last steps of rows, from the clock of an exact optimizer.
 from jslices.optim.engine.clock import OLD_CLOCK as OLD_CLOCK
+from jslices.optim.engine.clock import OTHER_NUMBERS as OTHER_NUMBERS
 from jslices.optim.engine.clock import RowClock as RowClock
 
 # The state of an exact optimizer of rows that a host keeps, with the log of their steps.
 from jslices.optim.engine.clock import by_row as by_row
+from jslices.optim.engine.clock import has_rows_behind as has_rows_behind
 from jslices.optim.engine.clock import map_clocks as map_clocks
 from jslices.optim.engine.clock import short_logs as short_logs
 from jslices.optim.engine.clock import with_columns as with_columns

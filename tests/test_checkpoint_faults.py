@@ -1,5 +1,6 @@
 """What goes wrong with disks and processes: a clear error, and nothing is lost."""
 
+import contextlib
 import errno
 import json
 import mmap
@@ -20,6 +21,7 @@ from kill_savers import write_shards
 from safetensors.numpy import load_file, save_file
 
 import jslices as js
+import jslices.tf1 as tf
 from jslices.checkpoint import DataLossError, NotFoundError, files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.tensors import CHUNK, Tensor, TensorFile, write_tensors
@@ -125,6 +127,7 @@ import os, signal, sys
 import jax
 import numpy as np
 import jslices as js
+import jslices.tf1 as tf
 saver = js.Saver(max_to_keep=1)
 saver.save({"a": np.arange(25_000.0)}, sys.argv[1] + "/m", 0)
 os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -496,11 +499,30 @@ def test_a_state_file_that_names_a_missing_checkpoint(tmp_path, caplog):
     saver = js.Saver()
     paths = [saver.save(A, tmp_path / "m", i) for i in range(2)]
     os.unlink(paths[1])
-    assert js.checkpoint.latest_checkpoint(tmp_path) is None
-    assert "m-1', which is not there" in caplog.text
+    wanted = r"m-1', which is not there, where there are \['m-0'\]: .*update_checkpoint_st"
+    with pytest.raises(DataLossError, match=wanted):
+        js.checkpoint.latest_checkpoint(tmp_path)
     assert_holds(
         js.checkpoint.get_checkpoint_state(tmp_path).all_model_checkpoint_paths[0], A
     )
+    os.unlink(paths[0])
+    assert js.checkpoint.latest_checkpoint(tmp_path) is None
+    assert "m-1', which is not there" in caplog.text
+
+
+@pytest.mark.parametrize("saver", [js.Saver, tf.train.Saver])
+def test_a_bit_of_a_state_file_that_flips_is_not_no_checkpoint(saver, tmp_path):
+    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))  # not one bit from another's
+    path, state = saver().save(A, folder / "m", 100), folder / "checkpoint"
+    text, found = state.read_bytes(), 0
+    for bit in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        state.write_bytes(flipped)
+        with contextlib.suppress(DataLossError):
+            assert js.checkpoint.latest_checkpoint(folder) == path
+            found += 1
+    assert 0 < found < 8 * len(text)
 
 
 @pytest.mark.parametrize(

@@ -476,11 +476,11 @@ def test_crafted_state_files(tmp_path):
         try:
             path = js.checkpoint.latest_checkpoint(tmp_path)
         except ValueError as error:
-            said = "Invalid checkpoint state loaded from", "checkpoint is damaged: "
+            said = "Invalid checkpoint state loaded", "is damaged: ", "which is not there"
             assert str(tmp_path) in str(error) and any(x in str(error) for x in said)
         else:
-            assert path is None or js.Saver().restore(path)["t"].shape == (4, 2)
-            found += path is not None
+            assert js.Saver().restore(path)["t"].shape == (4, 2)
+            found += 1
     assert 50 < found < 450
     js.Saver().save({"a": 1}, tmp_path / "new")  # takes over what a crafted file says
     assert js.Saver().restore(tmp_path / "m-1")["t"].sum() == 8

@@ -700,14 +700,14 @@ def test_nothing_to_train():
 def test_what_is_kept_with_rows_is_where_the_rows_are():
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     by_row = jax.P("rows")
-    table = jax.device_put(jnp.ones((8, D)), jax.sharding.NamedSharding(mesh, by_row))
+    table = jax.device_put(jnp.ones((12, D)), jax.sharding.NamedSharding(mesh, by_row))
     tx = js.adam(0.1, untouched="exact")
     state = tx.init(table)
     totals = js.rowwise_adagrad(0.1).init(table).sum_of_squares
     for kept in (state.clock.last, totals):
         assert len(kept.sharding.device_set) == 4
     # Each device flushes its own rows.
-    specs = jax.tree.map(lambda x: by_row if x.shape[:1] == (8,) else jax.P(), state)
+    specs = jax.tree.map(lambda x: by_row if x.shape[:1] == (12,) else jax.P(), state)
     flush = jax.jit(
         jax.shard_map(
             tx.flush, mesh=mesh, in_specs=(by_row, specs), out_specs=(by_row, specs)

@@ -631,9 +631,14 @@ def test_other_files_are_refused_and_left_alone(tmp_path):
         with pytest.raises(js.InvalidArgumentError, match=f"holds a table with {differs}"):
             js.HostTable(shape, tx, path)
     assert path.read_bytes() == before
-    path.write_bytes(before.replace(b'["count", "int32", []]', b'["clock/run", "f4", []]'))
-    with pytest.raises(js.InvalidArgumentError, match=r"earlier version .*catch_up"):
-        js.HostTable((V, D), exact, path)
+    for old, new in [
+        (b'["count", "int32", []]', b'["clock/run", "f4", []]'),
+        (b'"record": ', b'"fields": '),
+        (b"host table 2\n", b"host table 1\n"),
+    ]:
+        path.write_bytes(before.replace(old, new))
+        with pytest.raises(js.InvalidArgumentError, match=r"earlier version .*resize_rows"):
+            js.HostTable((V, D), SGD, path)
 
 
 def test_another_optimizer_than_the_last_time_is_said(tmp_path):

@@ -787,6 +787,91 @@ def test_a_disk_that_is_full(tmp_path):
     assert said.stdout.split() == [*["refused"] * 4, "table"], said.stderr
 
 
+ALMOST_FULL = """
+folder = sys.argv[1]
+table = js.HostTable((20_000, 32), TX, f"{folder}/table")
+step(table, range(100))
+with open(f"{folder}/room", "wb", 0) as file:
+    file.write(bytes(700 << 10))
+with open(f"{folder}/other", "wb", 0) as file, contextlib.suppress(OSError):
+    while True:
+        file.write(bytes(1024))
+os.unlink(f"{folder}/room")  # for blocks of each of these rows, not for their pages
+try:
+    step(table, range(5000, 15000, 25))
+    table.flush()
+except OSError as error:
+    assert "No space left" in str(error) and f"{folder}/table" in error.filename
+    print("refused")
+os.unlink(f"{folder}/other")
+assert table.steps == 2 and table.read([0, 5000, 5001])[:, 0].tolist() == [1, 1, 0]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("mkfs.ext4"), reason="needs to mount an ext4"
+)
+def test_a_disk_that_is_full_and_has_blocks_smaller_than_a_page(tmp_path):
+    image, folder = tmp_path / "image", tmp_path / "mounted"
+    image.write_bytes(bytes(12 << 20))
+    folder.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", "-b", "1024", image], check=True)
+    mounted = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs to mount an ext4")
+    try:
+        setup = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        setup += f"from test_host_table_faults import *\n{ALMOST_FULL}"
+        command = [sys.executable, "-c", setup, folder]
+        said = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    assert said.returncode == 0 and said.stdout.split() == ["refused"], said.stderr
+
+
+def test_room_is_made_for_whole_pages(tmp_path, monkeypatch):
+    """Of any size, as a map fills all blocks of a page that are holes."""
+    monkeypatch.setattr(mmap, "PAGESIZE", page := 1 << 16)
+    with opened(tmp_path / "t", 1_000_000) as table, open(tmp_path / "t", "rb") as file:
+        step(table, [500_000])
+        table.flush()
+        at = os.lseek(file.fileno(), 1_000_000, os.SEEK_DATA)
+        end = os.lseek(file.fileno(), at, os.SEEK_HOLE)
+        assert at % page == 0 and end - at == page
+
+
+def test_a_file_of_holes_is_read_where_it_was_written(tmp_path, monkeypatch):
+    """Rows at the ends and in blocks that touch, and those that began and are zero."""
+    rows = np.array([0, 1, 700, 701, 50_000, 120_000, 199_998, 199_999])
+    read, count = storage.FileRecords.blocks, []
+
+    def counted(self, array):
+        for part in read(self, array):
+            count.append(part.stop - part.start)
+            yield part
+
+    monkeypatch.setattr(storage.FileRecords, "blocks", counted)
+    with opened(tmp_path / "t", 200_000) as table:
+        assert table.written_rows().tolist() == []
+        step(table, rows, 0)
+        step(table, rows[1::2])
+        assert (table.written_rows() == rows).all()
+        table.save(tmp_path / "copy")
+        assert 0 < sum(count) < 20_000  # of 400,000
+        table.grow(240_000)
+        assert (table.written_rows() == rows).all()
+        values = table.read(np.arange(240_000))[:, 0]
+        assert (np.flatnonzero(values) == rows[1::2]).all()
+    with opened(tmp_path / "copy", 200_000) as copy:
+        assert (copy.written_rows() == rows).all() and copy.steps == 2
+    other = opened(None, 200_000)
+    step(other, [5, 50_001])
+    other.restore(tmp_path / "copy")
+    assert (other.written_rows() == rows).all()
+    assert (np.flatnonzero(other.read(np.arange(200_000))[:, 0]) == rows[1::2]).all()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_file_that_is_cut_off_while_it_is_open(tmp_path, overlap):
     table = opened(tmp_path / "t", overlap=overlap)

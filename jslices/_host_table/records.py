@@ -16,6 +16,7 @@ always the one that its description says. A write has a record and its entry as 
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -47,16 +48,13 @@ _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
 #: Steps that a log knows. Those to come are a hole in the file, or memory that is not used.
 LOG_STEPS = 1 << 22
-#: Said of a file in which rows have snapshots.
-_OLD_CLOCK = (
-    "was made by an earlier version of jslices, by whose rule its rows have to catch up. "
-    "There, type table.catch_up(); rows = table.written_rows(); params, state = "
-    "table.fetch(rows)[0].unpack(), and save slots = jslices.checkpoint.export_state("
-    "params, state, 'torch') and table.steps; here, HostTable(..., a new path).write(rows, "
-    "params, jslices.checkpoint.import_state(tx, params, slots, steps))"
+#: Said of a file of an earlier format.
+_OLD = (
+    "was made by an earlier version of jslices. There, of rows = np.arange(V) or parts of "
+    "it, save params, state = table.fetch(rows)[0].unpack() with jslices.Saver; here, "
+    "restored without variables, HostTable(..., a new path).write(rows, "
+    "*jslices.checkpoint.resize_rows(tx, params, state, params))"
 )
-#: Entries for which room is made at a time.
-_BLOCK = 256
 
 
 class File(io.FileIO):
@@ -208,6 +206,10 @@ class Records:
         for old, new in zip(self.shared, shared, strict=True):
             old[...] = new
 
+    def blocks(self, array: np.ndarray) -> Iterator[slice]:
+        """The rows of an array that may have been written, by blocks."""
+        return row_blocks(array.shape, array.itemsize)
+
     def put(self, array: np.ndarray, start: int, words: np.ndarray) -> None:
         """Write rows of an array that follow one another."""
         array[start : start + len(words)] = words
@@ -220,7 +222,8 @@ def copy_records(source: Records, target: Records, rows: np.ndarray | None = Non
     """Copy records, or those of some rows; rows that never began take no whole page."""
     for old, new in zip(source.arrays, target.arrays, strict=True):
         gap = max(1, PAGE // old.strides[0])
-        for part in row_blocks(new.shape, new.itemsize):
+        is_new = rows is None and next(target.blocks(new), None) is None
+        for part in source.blocks(old) if is_new else row_blocks(new.shape, new.itemsize):
             words = old[part if rows is None else rows[part]]
             began = words[:, -1] | new[part][: len(words), -1]
             for run in _runs(np.flatnonzero(began), gap):
@@ -326,19 +329,21 @@ class FileForm:
                 f"least {self.at.first}: put a copy in its place, or delete it to begin a "
                 "new table"
             )
-        later = re.match(rb"jslices host table (\d{1,9})\n", start)
-        if later and int(later[1]) > 2:
+        found = re.match(rb"jslices host table (\d{1,9})\n", start)
+        if found and int(found[1]) > 2:
             raise InvalidArgumentError(
-                f"{path} is of format {int(later[1])} and this version of jslices reads 2: "
+                f"{path} is of format {int(found[1])} and this version of jslices reads 2: "
                 "it was made by a later version, so update jslices"
             )
+        if found and re.match(
+            rb'.* 1\n|.*\n(?!.*"record")|.*\n.*\bclock/(run|snap)', start
+        ):
+            raise InvalidArgumentError(f"{path} {_OLD}")
         if magic != _MAGIC:
             raise InvalidArgumentError(
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"
             )
         if start[len(_MAGIC) :] != self.head[len(_MAGIC) :]:
-            if re.search(rb"\bclock/(run|snapshot)\b", start):
-                raise InvalidArgumentError(f"{path} {_OLD_CLOCK}")
             parts = [_parts(x[len(_MAGIC) :]) for x in (start, self.head)]
             common = {*parts[0]} & {*parts[1]}
             held, asked = (", ".join(x for x in of if x not in common) for of in parts)
@@ -382,7 +387,9 @@ class FileRecords(Records):
         (self.entries,) = _arrays(self._map, form.at.entries, [like])
         self.logs = _arrays(self._map, form.at.log(0), form.logs)
         self.in_logs = form.in_logs
-        self._reserved = np.zeros(-(-form.at.rows // _BLOCK), bool)  # blocks of entries
+        self._reserved = np.zeros(form.at.size // mmap.PAGESIZE + 1, bool)  # by pages
+        # Then rows that were written may share their pages with holes.
+        self._in_blocks = os.fstatvfs(self._file.fileno()).f_bsize < mmap.PAGESIZE
         at = form.at.mark - 1
         # ``in_progress`` is ``done``, or one more while a write goes on.
         mark: list[Any] = [((), np.dtype("?")), ((16,), np.dtype("u1")), ((), _DONE)]
@@ -395,32 +402,51 @@ class FileRecords(Records):
         self.id[...] = np.frombuffer(os.urandom(8) + self.form.optimizer, np.uint8)
 
     def reserve(self, rows: np.ndarray) -> None:
-        # On a full disk a write through the map ends in SIGBUS, so a call first fills new
-        # rows, which may be holes in the file, with zeros.
-        for run in _runs(rows[self.array[rows, -1] == 0]):
-            self.put(self.array, run.start, np.zeros_like(self.array[run]))
-        if self.entries.size:  # these are small, and written with those around them
-            blocks = np.unique(rows[self.entries[rows, -1] == 0] // _BLOCK)
-            for run in _runs(blocks[~self._reserved[blocks]]):
-                part = self.entries[run.start * _BLOCK : run.stop * _BLOCK]
-                self.put(self.entries, run.start * _BLOCK, part)
-            self._reserved[blocks] = True
+        # On a full disk a write through the map ends in SIGBUS where a block of its page is
+        # a hole, so a call first writes these pages as they are.
+        at, page = self.form.at, mmap.PAGESIZE
+        tables = ((at.first, at.record, self.array), (at.entries, at.entry, self.entries))
+        spans = []
+        for first, size, array in tables[: len(self.arrays)]:
+            new = rows if self._in_blocks else rows[array[rows, -1] == 0]
+            spans.append((first + new * size, size))
         for number, mine in enumerate(self.in_logs):
-            # Columns are read before they are written, as rows that do not need them may.
-            step, size = int(self.shared[1 + mine.steps]) + 1, self.form.at.logs[number]
-            offset = self.form.at.log(number) + step % LOG_STEPS * size
-            self._file.write_at(offset, self._file.read_at(offset, size))
+            step, size = int(self.shared[1 + mine.steps]) + 1, at.logs[number]
+            spans.append((at.log(number) + np.array([step % LOG_STEPS]) * size, size))
+        pages = np.unique(np.concatenate([_numbers(*span, page) for span in spans]))
+        for run in _runs(pages[~self._reserved[pages]]):
+            start, stop = run.start * page, min(run.stop * page, at.size)
+            self._file.write_at(start, self._file.read_at(start, stop - start))
+            self._reserved[run] = True
 
     def apply(self, part: Part) -> None:
         self.in_progress[...] = part.number
         super().apply(part)
 
-    def put(self, array: np.ndarray, start: int, words: np.ndarray) -> None:
+    def blocks(self, array: np.ndarray) -> Iterator[slice]:
+        first, size, file = self._first(array), array.strides[0], self._file.fileno()
+        at, stop, done = first, first + array.nbytes, 0
+        while at < stop:
+            try:
+                at = os.lseek(file, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                return  # there is no more
+            end = os.lseek(file, at, os.SEEK_HOLE)
+            here = max(done, (at - first) // size)
+            at, done = end, min(-((first - end) // size), len(array))
+            for part in row_blocks((done - here, *array.shape[1:]), array.itemsize):
+                yield slice(here + part.start, here + part.stop)
+
+    def _first(self, array: np.ndarray) -> int:
         at = self.form.at
         firsts = [at.first, at.entries, *map(at.log, range(len(self.logs)))]
         arrays = [self.array, self.entries, *self.logs]
-        first = next(x for x, y in zip(firsts, arrays, strict=True) if y is array)
-        self._file.write_at(first + start * array.strides[0], words)
+        return next(x for x, y in zip(firsts, arrays, strict=True) if y is array)
+
+    def put(self, array: np.ndarray, start: int, words: np.ndarray) -> None:
+        self._file.write_at(self._first(array) + start * array.strides[0], words)
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
@@ -475,7 +501,7 @@ def make(path: str, form: FileForm) -> FileRecords:
         with files.naming(temporary):
             os.ftruncate(lock.fileno(), form.at.size)
         state = b"".join(x.tobytes() for x in (np.zeros((), np.int64), *form.shared))
-        lock.write_at(form.at.state, state)
+        lock.write_at(form.at.state, state.ljust(form.at.entries - form.at.state, b"\0"))
         lock.write_at(form.at.mark, _MARK.pack(os.urandom(8) + form.optimizer, 0))
         lock.write_at(0, form.head)
         return FileRecords(temporary, lock, form, temporary=True)
@@ -599,6 +625,12 @@ def _arrays(
         arrays.append(np.ndarray(shape, dtype, buffer, offset))
         offset += arrays[-1].nbytes
     return arrays
+
+
+def _numbers(starts: np.ndarray, size: int, page: int) -> np.ndarray:
+    """The numbers of the pages that spans of this size are in, with duplicates."""
+    first, last = starts // page, (starts + size - 1) // page
+    return np.concatenate([np.minimum(first + i, last) for i in range(size // page + 2)])
 
 
 def _whole_pages(size: int) -> int:

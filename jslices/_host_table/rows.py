@@ -107,7 +107,7 @@ class HostRows:
         if isinstance(state, StateOfRows):
             state = state.state
         # A step of all that were fetched is none of the other rows.
-        state = map_clocks(by_row, state)
+        state = map_clocks(lambda *x: by_row(*x)._replace(numbers=None), state)
         words, shared = self.layout.pack(table, state, rounded)
         if words.shape != self.words.shape:
             raise InvalidArgumentError(

@@ -422,12 +422,13 @@ class HostTable(Journaled):
     def written_rows(self) -> np.ndarray:
         """The numbers of all rows that were ever stored: int64 ``[n]``, ascending.
 
-        Not those that :meth:`reset` has let begin anew. Cost: reads a number a record.
+        Not those that :meth:`reset` has let begin anew. Cost: reads a number a record,
+        of a file without those that are a hole in it.
         """
         self._journal.finish()
-        array = self._records.array
-        blocks = row_blocks(array.shape, array.itemsize)
-        return np.concatenate([x.start + np.flatnonzero(array[x, -1]) for x in blocks])
+        array, blocks = self._records.array, self._records.blocks(self._records.array)
+        rows = [x.start + np.flatnonzero(array[x, -1]) for x in blocks]
+        return np.concatenate([np.zeros(0, np.int64), *rows])
 
     @one_at_a_time
     def write(

@@ -39,7 +39,8 @@ def is_published(temporary: str, path: str, save_id: str) -> bool:
         start = file.readline(1 << 16)
     try:
         [(_, newest)] = parse_text(start)  # a state file names the newest one first
-        families = files.families(os.path.join(os.path.dirname(path), str(newest)))
+        beside = os.path.dirname(path), os.path.basename(str(newest))  # wherever they are
+        families = files.families(os.path.join(*beside))
     except ValueError:
         return False
     return save_id in [saved_id(family[0]) for family in families]

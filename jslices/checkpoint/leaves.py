@@ -14,6 +14,7 @@ from jslices import InvalidArgumentError
 from jslices.checkpoint import boxes
 from jslices.checkpoint.processes import is_spread
 from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
+from jslices.extend import OTHER_NUMBERS
 
 #: Reads a saved array, or a box of it.
 Read = Callable[[boxes.Box | None], np.ndarray]
@@ -386,10 +387,7 @@ def misfit(name: str, spec: Spec, template: Any, reshape: bool) -> str | None:
     if spec.is_string or spec.shape == target.shape:
         return None
     if "/clock/log/" in f"/{name}":
-        advice = (
-            "the settings of the exact optimizer are others: tx.flush with those that it "
-            "had, and jslices.checkpoint.export_state, then here import_state"
-        )
+        advice = f"{OTHER_NUMBERS}. Saver().restore(path) restores it without variables"
     elif len(spec.shape) == len(target.shape) > 0 and spec.shape[1:] == target.shape[1:]:
         advice = (
             "for a table of more rows or fewer restore(path) without variables, and then "

@@ -1,6 +1,7 @@
 """Resizing tables, and beginning rows anew, with the state of their optimizer."""
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,9 +12,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, is_slices, mask_rows, row_major
+from jslices.checkpoint import trees
 from jslices.checkpoint.state_walk import placed
 from jslices.checkpoint.trees import brief, clocks_in, listed, matching, named_leaves
 from jslices.extend import (
+    OTHER_NUMBERS,
     Params,
     PyTree,
     RowClock,
@@ -46,7 +49,8 @@ def resize_rows(
 
     For a vocabulary that has grown, lost words or changed its order. A row keeps its value
     and its optimizer state; a new one begins as in ``fresh`` and ``tx.init(fresh)``, and
-    with ``untouched="exact"`` has missed no step.
+    with ``untouched="exact"`` has missed no step. Once all rows have caught up (``flush``)
+    it also takes the state to other numbers of the optimizer, such as ``b1``.
 
     Args:
       tx: the optimizer, of jslices or of Optax, made for the new tables.
@@ -99,6 +103,7 @@ def resize_rows(
     _check_names("params", old, new, "fresh has", "resize_rows")
     sources = _sources(old, new, {} if rows is None else rows)
     before, begin = _by_name(state), _by_name(start)
+    before = _with_clocks_of(begin, before)
     _check_names("state", before, begin, "tx.init(fresh) has", "resize_rows")
     if any(_is_under_way(name, x) for name, x in before.items()):
         raise ValueError(
@@ -342,7 +347,7 @@ def _owners(state: Iterable[str], params: Mapping[str, Any], tree: Any) -> dict[
     bare = next(iter(params)) if jax.tree_util.treedef_is_leaf(tree) else ""
     splits = {}
     for name in state:
-        has_rows = not re.search("(?:^|/)clock/(?:whole|log|key)(?:/|$)", name)
+        has_rows = not re.search("(?:^|/)clock/(?:whole|log|key|numbers)(?:/|$)", name)
         parts = name.split("/") * has_rows
         pairs = [("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts))]
         splits[name] = [pair for pair in pairs if bare or pair[1] in params]
@@ -351,6 +356,23 @@ def _owners(state: Iterable[str], params: Mapping[str, Any], tree: Any) -> dict[
         name: (bare or max(pairs, key=lambda pair: count[pair[0]])[1]) if pairs else ""
         for name, pairs in splits.items()
     }
+
+
+def _with_clocks_of(new: Mapping[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The old state, whose logs begin anew where no row is behind, whatever made them."""
+    counted = (at for at in clocks_in(old) if f"{at[0][:-6]}count" in old)
+    for clock, clocks in itertools.groupby([*counted], lambda at: at[0]):
+        rows = {f"{clock}last{at[1]}": trees.row_clock(at, old, old.get) for at in clocks}
+        of_log = re.compile(rf"{re.escape(clock)}(?!last|key$)")
+        begun = {n: x for n, x in new.items() if of_log.match(n)}
+        numbers = {n: x for n, x in begun.items() if n == f"{clock}numbers"}
+        old = numbers | old  # that of an earlier version is without
+        if not any(x.is_late.any() for x in rows.values()):
+            kept = {n: x for n, x in old.items() if n in new or not n.startswith(clock)}
+            old = kept | begun | {n: x.marks for n, x in rows.items()}
+        elif any(old[n][0] != x[0] for n, x in numbers.items()):
+            raise ValueError(f"resize_rows: {OTHER_NUMBERS}")
+    return old
 
 
 def _resized(

@@ -6,7 +6,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import OLD_CLOCK, PyTree, RowClock
+from jslices.extend import OLD_CLOCK, OTHER_NUMBERS, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Saver:
         saver_def: SaverDef | None = None,
         allow_empty: bool = False,
         pad_step_number: bool = False,
-        save_relative_paths: bool = False,
+        save_relative_paths: bool = True,
         **theirs: None,
     ) -> None:
         del name, restore_sequentially
@@ -359,12 +359,12 @@ class Saver:
           ValueError: if there is no checkpoint at ``path``.
           NotFoundError: if variables, a shard, or the base of a delta are missing.
           InvalidArgumentError: if shapes or dtypes differ, or a range of rows is not
-            within the table.
+            within the table; for rows that are behind by other numbers (momentum, ``b1``).
           DataLossError: if a file is damaged, or is not what a Saver writes.
           OSError: if another process has failed, or has died (``ConnectionError``).
 
-        Warns of the state of an exact optimizer that is restored into one of a lazy
-        optimizer before its rows have caught up.
+        Warns of parameters, or the state of an exact optimizer, that are restored without
+        the clock of rows that have not caught up.
 
         Cost: at most the memory of one more table than is returned. Only the shards of a
         sharded array are read, and only these ``rows``, in chunks of 4 MiB.
@@ -431,7 +431,8 @@ class Saver:
         chosen = trees.choose(names, self._var_list, "the variables hold")
         missing = sorted(saved for saved in chosen if saved not in archive.specs)
         if missing:
-            old = any(re.search("(?:^|/)clock/(snapshot|run)", x) for x in archive.specs)
+            has_clock = next(trees.clocks_in(archive.specs), None)
+            old = has_clock and any(re.search("(?:^|/)clock/", x) for x in missing)
             hint = f". {OLD_CLOCK}" if old else ""
             raise NotFoundError(
                 f"Restoring from checkpoint failed: {archive.prefix} holds no {missing}; "
@@ -450,11 +451,11 @@ class Saver:
             raise InvalidArgumentError(
                 f"Restoring from checkpoint failed: in {archive.prefix} {trees.listed(bad)}"
             )
+        _check_clocks(archive, {saved: x for _, saved, _, x in targets})
         restored = {
             name: restore_like(saved, spec, partial(archive.read, saved), template)
             for name, saved, spec, template in targets
         }
-        _warn_of_rows_behind(archive, chosen)
         leaves = [restored.get(n, x) for n, x in zip(names, templates, strict=True)]
         return jax.tree.unflatten(structure, leaves)
 
@@ -517,17 +518,25 @@ def _step_number(step: Any, variables: PyTree) -> int | None:
         ) from None
 
 
-def _warn_of_rows_behind(archive: Archive, restored: Container[str]) -> None:
-    """Warn of states whose rows are behind, restored without all of their clock."""
-    for clock, table, number in trees.clocks_in(archive.specs):
-        count, whole = clock.removesuffix("clock/") + "count", f"{clock}whole"
-        unread = (x for x in archive.specs if x.startswith(clock) and x not in restored)
-        if count not in restored or next(unread, None) is None:
+def _check_clocks(archive: Archive, restored: Mapping[str, Any]) -> None:
+    """Refuse states of other numbers whose rows are behind; warn where a part is left out.
+
+    ``restored`` has the variables that take what was saved, by its names.
+    """
+    for at in trees.clocks_in(archive.specs):
+        clock, table, _ = at
+        state, numbers = clock.removesuffix("clock/"), f"{clock}numbers"
+        mine, other = restored.get(numbers), False
+        if mine is not None and not isinstance(mine, jax.ShapeDtypeStruct):
+            other = archive.read(numbers)[0] != np.asarray(mine)[0]
+        unread = any(x.startswith(clock) and x not in restored for x in archive.specs)
+        its = (x for x in restored if state and not x.startswith(state))
+        goes_on = f"{state}count" in restored or any(f"/{x}".endswith(table) for x in its)
+        if not (other or (unread and goes_on and f"{state}count" in archive.specs)):
             continue
-        # Of an earlier version rows tell their steps alone.
-        as_whole = archive.read(whole)[number] if whole in archive.specs else -1
-        last, steps = archive.read(f"{clock}last{table}"), archive.read(count)
-        if RowClock.of(last, as_whole, steps).is_late.any():
+        if trees.row_clock(at, archive.specs, archive.read).is_late.any():
+            if other:
+                raise InvalidArgumentError(f"{archive.prefix}: {OTHER_NUMBERS}")
             warnings.warn(
                 f"{archive.prefix}: rows are behind in {clock[:-1]}, of which not all is "
                 "restored: the steps that they missed are lost. Restore it into the "

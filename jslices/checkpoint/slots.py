@@ -18,7 +18,7 @@ from jslices import GradientTransformation
 from jslices.checkpoint import state_walk
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
 from jslices.checkpoint.trees import listed
-from jslices.extend import Params, PyTree, State
+from jslices.extend import Params, PyTree, State, has_rows_behind
 from jslices.optim import AdadeltaState, SgdState
 
 #: The dict of slots of one parameter.
@@ -179,7 +179,7 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
                 f"export_state: {gathered} gradients wait in the state for the next step, "
                 "and no slot can hold them; export it when mini_step is 0"
             )
-    if any(map(state_walk.has_rows_behind, walk.states)):
+    if any(map(has_rows_behind, walk.states)):
         raise ValueError(
             "export_state: rows are behind, as the state is of an exact optimizer; "
             "type params, state = tx.flush(params, state) before"

@@ -9,9 +9,10 @@ from typing import Any
 
 from jslices import DataLossError, NotFoundError
 from jslices.checkpoint import files
-from jslices.checkpoint.archive import is_published
+from jslices.checkpoint.archive import is_published, saved_id
 from jslices.checkpoint.files import Path
 from jslices.checkpoint.text_format import dump_text, parse_text
+from jslices.checkpoint.trees import brief
 
 _log = logging.getLogger("jslices.checkpoint")
 
@@ -51,8 +52,8 @@ def get_checkpoint_state(
       latest_filename: the name of the state file; None means ``"checkpoint"``.
 
     Returns:
-      A :class:`CheckpointState`, relative paths joined to ``checkpoint_dir``. None when
-      there is no such file.
+      A :class:`CheckpointState`, relative paths joined to ``checkpoint_dir``, as names are
+      of checkpoints that were moved with it. None when there is no such file.
 
     Raises:
       DataLossError: for a damaged file. TensorFlow returns None, from which many a program
@@ -85,9 +86,9 @@ def get_checkpoint_state(
         )
     return dataclasses.replace(
         state,
-        model_checkpoint_path=os.path.join(directory, state.model_checkpoint_path),
+        model_checkpoint_path=_located(state.model_checkpoint_path, directory),
         all_model_checkpoint_paths=[
-            os.path.join(directory, path) for path in state.all_model_checkpoint_paths
+            _located(path, directory) for path in state.all_model_checkpoint_paths
         ],
     )
 
@@ -100,8 +101,12 @@ def latest_checkpoint(
     Takes the arguments of :func:`get_checkpoint_state`, and raises what it raises.
 
     Returns:
-      The path that the state file names; None when there is no state file, or the
-      checkpoint it names is not there (which is logged).
+      The path that the state file names; None when there is no state file, or no checkpoint
+      in a directory that has one (which is logged).
+
+    Raises:
+      DataLossError: if the checkpoint is not there, and others are. TensorFlow returns
+        None, and training begins anew and overwrites them.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, jslices as js
@@ -116,14 +121,19 @@ def latest_checkpoint(
     state = get_checkpoint_state(checkpoint_dir, latest_filename)
     if state is None:
         return None
-    path = state.model_checkpoint_path
-    if files.checkpoint_exists(path) or os.path.exists(path + ".index"):  # TensorFlow's own
+    directory, path = os.fspath(checkpoint_dir), state.model_checkpoint_path
+    if _is_checkpoint(path):
         return path
-    _log.error(
-        "%s names the checkpoint %r, which is not there",
-        _state_path(os.fspath(checkpoint_dir), latest_filename),
-        path,
-    )
+    filename = _state_path(directory, latest_filename)
+    names = sorted(os.listdir(directory or "."))
+    ours = [x for x in names if saved_id(os.path.join(directory, x)) is not None]
+    if others := [*ours, *(x for x in names if x.endswith(".index"))]:
+        raise DataLossError(
+            f"{filename} names the checkpoint {path!r}, which is not there, where there "
+            f"are {brief(others)}: type update_checkpoint_state({directory!r}, path) for "
+            f"the path of one of these; to begin anew, delete {filename}"
+        )
+    _log.error("%s names the checkpoint %r, which is not there", filename, path)
     return None
 
 
@@ -239,6 +249,18 @@ def doomed_in(checkpoint_dir: str, latest_filename: str | None) -> dict[str, str
                     if os.path.basename(str(name)) == name:  # nothing in other directories
                         doomed[name] = str(save_id)
     return doomed
+
+
+def _is_checkpoint(path: str) -> bool:
+    return files.checkpoint_exists(path) or os.path.exists(path + ".index")  # TensorFlow's
+
+
+def _located(path: str, directory: str) -> str:
+    """Where a checkpoint is; beside the state file, if both were moved together."""
+    beside = os.path.join(directory, os.path.basename(path))
+    if os.path.isabs(path) and not _is_checkpoint(path) and _is_checkpoint(beside):
+        return beside
+    return os.path.join(directory, path)
 
 
 def _state_path(directory: str, latest_filename: str | None) -> str:

@@ -11,7 +11,7 @@ from jax import lax
 
 from jslices import GradientTransformation, IndexedSlices
 from jslices.checkpoint.slot_names import FUSED, NAMES
-from jslices.extend import Params, RowClock, State
+from jslices.extend import Params, State
 
 
 class StateArray(NamedTuple):
@@ -84,15 +84,6 @@ def _is_optimizer_state(x: Any) -> bool:
 def _kind(x: Any) -> type:
     """The type of a state, whether it keeps an average of the parameters or not."""
     return getattr(type(x), "without_average", type(x))
-
-
-def has_rows_behind(part: Any) -> bool:
-    clock = getattr(part, "clock", None)
-    if clock is None:
-        return False
-    last = enumerate(jax.tree.leaves(clock.last))
-    rows = (RowClock.of(x, clock.whole[i], part.count) for i, x in last)
-    return any(x.is_late.any() for x in rows)
 
 
 def _with_logs(state: State, *of: State) -> State:

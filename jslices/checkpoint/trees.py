@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
-from jslices.extend import PyTree, opened
+from jslices.extend import PyTree, RowClock, opened
 
 #: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
 VarList: TypeAlias = Sequence[str] | Mapping[str, str] | None
@@ -112,6 +112,16 @@ def clocks_in(names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
             clock, table = found.groups()
             yield clock, table, numbers[clock]
             numbers[clock] += 1
+
+
+def row_clock(
+    at: tuple[str, str, int], names: Container[str], read: Callable[[str], Any]
+) -> RowClock:
+    """The last steps of the rows of one of ``clocks_in``."""
+    clock, table, number = at
+    whole, count = f"{clock}whole", clock.removesuffix("clock/") + "count"
+    as_whole = read(whole)[number] if whole in names else -1  # of an earlier version
+    return RowClock.of(read(f"{clock}last{table}"), as_whole, read(count))
 
 
 def matching(pattern: str, names: Mapping[str, Any], argument: str) -> list[str]:

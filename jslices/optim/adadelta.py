@@ -93,7 +93,7 @@ def adadelta(
             means = {name: faded(rho, missed, state[name]) for name in ("e_g", "e_x")}
             return jnp.zeros_like(p), means
 
-        missed = MissedSteps(advance, learning_rate)
+        missed = MissedSteps(advance, learning_rate, numbers=(rho,))
 
     def rule_of(rate: Scalar | Schedule) -> rule.Rule:
         def update(step: rule.Step) -> rule.Kernel:

@@ -182,4 +182,6 @@ class Moments(NamedTuple):
 
         series = step_moments(first, second, nesterov, eps_hat)
         panels = panel_ends(first, second, has_root)
-        return MissedSteps(advance, learning_rate, series, decay, panels=panels)
+        return MissedSteps(
+            advance, learning_rate, series, decay, panels=panels, numbers=self
+        )

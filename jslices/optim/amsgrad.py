@@ -97,6 +97,7 @@ def amsgrad(
             return -missed.sums[0] * state["mu"] / bottom, {"mu": mu, "nu": nu}
 
         series = momentum_series(b1, corrected=bias_correction_mu)
-        missed = MissedSteps(advance, learning_rate, (series,))
+        numbers = b1, b2, eps, eps_root
+        missed = MissedSteps(advance, learning_rate, (series,), numbers=numbers)
     state = {"mu": rule.zeros(mu_dtype), "nu": rule.zeros(), "nu_max": rule.zeros()}
     return transformation(AmsgradState, rule.Rule(state, update, missed=missed))

@@ -117,6 +117,7 @@ def dp_sgd(
         variance if callable(learning_rate) else learning_rate**2,
         keeps_rates=True,
         noise=(deviation, key_bits(key, "dp_sgd")),
+        numbers=(deviation,),
     )
     tx = transformation(DpSgdState, rule.Rule({}, update, reads_params=True, missed=missed))
 

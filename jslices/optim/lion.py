@@ -121,7 +121,7 @@ def lion(
             return move, {"mu": faded(b2, missed, mu)}
 
         return MissedSteps(
-            advance, learning_rate, (), rate, keeps_rates=True, looks_on=exact
+            advance, learning_rate, (), rate, True, exact, numbers=(b1, b2, rate) * exact
         )
 
     return transformation(LionState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)

@@ -107,7 +107,8 @@ def proximal_adagrad(
                 longer = shrink * (jnp.abs(p) + l1 / l2)
             return jnp.sign(p) * jnp.maximum(longer, -jnp.abs(p)), {}
 
-        missed = MissedSteps(advance, learning_rate, keeps_rates=True)
+        numbers = l1, l2, constant if l2 else 0
+        missed = MissedSteps(advance, learning_rate, keeps_rates=True, numbers=numbers)
     state = {"accum": rule.full(initial_accumulator_value)}
     return transformation(
         ProximalAdagradState, rule.Rule(state, update, reads_params=True, missed=missed)

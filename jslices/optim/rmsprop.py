@@ -126,5 +126,5 @@ def rmsprop(
         if momentum is not None:  # the trace has its learning rates in it
             trace = momentum_series(float(momentum), nesterov, corrected=False)
             series = (trace._replace(times_learning_rate=False),)
-        missed = MissedSteps(advance, learning_rate, series)
+        missed = MissedSteps(advance, learning_rate, series, numbers=(decay, momentum or 0))
     return transformation(RmspropState, rule.Rule(starts, update, missed=missed))

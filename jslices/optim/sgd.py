@@ -108,7 +108,7 @@ def sgd(
                 return -missed.sums[0] * trace, {"trace": faded(momentum, missed, trace)}
 
             series = momentum_series(momentum, nesterov, corrected=False)
-            missed = MissedSteps(advance, learning_rate, (series,))
+            missed = MissedSteps(advance, learning_rate, (series,), numbers=(momentum,))
         elif untouched == "exact" and decays:
             missed = MissedSteps(only_decay, learning_rate, (), rate)
         state = {} if momentum is None else {"trace": rule.zeros(accumulator_dtype)}

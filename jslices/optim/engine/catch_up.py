@@ -318,7 +318,7 @@ class Waited(NamedTuple):
 
 def waited_of(
     steps: MissedSteps,
-    log: jax.Array,
+    log: tuple[jax.Array, Any],
     rows: RowClock,
     columns: Sequence[jax.Array] = (),
 ) -> Waited:
@@ -343,7 +343,7 @@ def advanced(
             between = rows.step, rows.count
             move += _noise(steps, key, state["row_keys"], *between, missed.rates, p)
         # A row that missed nothing stays as it is, to the bit.
-        move = access.where_rows(moves, move, jnp.array(-0.0, move.dtype))
+        move = access.where_rows(moves, move + missed.unknown, jnp.array(-0.0, move.dtype))
         return missed.decay, move, new
 
     _, move, new = moved(own, p)
@@ -366,7 +366,7 @@ def is_small(steps: MissedSteps, p: Any) -> bool:
 def catch_up_small(
     steps: MissedSteps,
     count: jax.Array,
-    log: jax.Array,
+    log: tuple[jax.Array, Any],
     arrays: Sequence[Change],
     whole: Sequence[jax.Array],
     own: jax.Array | None = None,

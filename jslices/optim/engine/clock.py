@@ -16,7 +16,7 @@ from jslices._place import boundary
 from jslices._rows import access
 from jslices._slices import IndexedSlices, each_shard, is_slices
 from jslices._typing import Params, PyTree, State
-from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.missed import MissedSteps, hash_of
 from jslices.optim.engine.rule import row_like
 
 #: A log has at least so many columns; of taller tables one for each so many rows, so that
@@ -29,12 +29,19 @@ _SHORT = contextvars.ContextVar("short_logs", default=False)
 #: Steps of rows that stay are kept modulo this, in integers below zero.
 _CYCLE = 1 << 30
 
-#: What to do with a clock of the format before this one.
+#: What to do with a clock of an earlier format.
 OLD_CLOCK = (
-    "The state keeps snapshots of rows, of an earlier version of jslices: with that "
-    "version params, state = tx.flush(params, state), then save params, state.count and "
-    'slots = jslices.checkpoint.export_state(params, state, "keras"); here '
-    "state = jslices.checkpoint.import_state(tx, params, slots, count)"
+    "The state is of an earlier version of jslices: with that version params, state = "
+    'tx.flush(params, state), and jslices.Saver().save({"params": params, "state": state}, '
+    "path); here saved = jslices.Saver().restore(path), and params, state = jslices."
+    'checkpoint.resize_rows(tx, saved["params"], saved["state"], saved["params"])'
+)
+#: What to do with a clock by other numbers.
+OTHER_NUMBERS = (
+    "the state is of an exact optimizer with other numbers (momentum, b1, b2, eps, ...), "
+    "by which rows that are behind catch up: with that one params, state = tx.flush("
+    "params, state), then with this one params, state = "
+    "jslices.checkpoint.resize_rows(tx, params, state, params)"
 )
 
 
@@ -50,6 +57,8 @@ class Clock(NamedTuple):
     log: tuple[jax.Array, ...]  #: ``[lines, L]``, of each rule: see :class:`MissedSteps`.
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
     own: Any = None  #: of rows from elsewhere, their columns ``[U, lines]``, for each log.
+    #: int32 ``[2]``: a hash of the numbers that made the log, and the step since when.
+    numbers: jax.Array | None = None
 
 
 def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
@@ -63,7 +72,9 @@ def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
     logs = tuple(steps.opened(columns, widest) for steps in missed)
     noise = missed[0].noise if missed else None
     key = None if noise is None else jnp.array(noise[1])
-    return Clock(tree.unflatten(last), jnp.full(len(leaves), -1, jnp.int32), logs, key)
+    whole = jnp.full(len(leaves), -1, jnp.int32)
+    numbers = None if _SHORT.get() else jnp.array([hash_of(missed), 0], jnp.int32)
+    return Clock(tree.unflatten(last), whole, logs, key, None, numbers)
 
 
 @contextlib.contextmanager
@@ -197,6 +208,13 @@ def by_row(clock: Clock, count: jax.Array) -> Clock:
     whole = enumerate(leaves)
     steps = [RowClock.of(x, clock.whole[i], count).marks for i, x in whole]
     return clock._replace(last=tree.unflatten(steps), whole=jnp.full_like(clock.whole, -1))
+
+
+def has_rows_behind(state: Any) -> bool:
+    """Whether rows of an optimizer have missed steps; nothing may be traced."""
+    clock = getattr(state, "clock", None)
+    rows = [] if clock is None else jax.tree.leaves(by_row(clock, state.count).last)
+    return any(RowClock(x, state.count).is_late.any() for x in rows)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -59,6 +59,7 @@ class Missed(NamedTuple):
     sums: Arrays  #: one for each series; or of nodes, their weights, then their places.
     decay: Any  #: what weight decay adds to the row, as a share of it; 0.0 without.
     rates: Any  #: the sum of the learning rates; 0.0 where it is not kept.
+    unknown: Any  #: NaN for rows of which the log does not know what they missed, or 0.
     #: ``(decay, rates)`` of these steps without the first ``[n, *D]`` of each row.
     without_first: Partial
 
@@ -66,8 +67,8 @@ class Missed(NamedTuple):
         """The same for the arithmetic of rows ``p`` ``[n, *D]``."""
         number = lambda x: per_row(jnp.asarray(x, dtype), p)  # noqa: E731
         sums, steps = tuple(map(number, self.sums)), per_row(self.steps, p)
-        numbers = number(self.decay), number(self.rates)
-        return Missed(steps, sums, *numbers, self.without_first)
+        decay, rates, unknown = map(number, (self.decay, self.rates, self.unknown))
+        return Missed(steps, sums, decay, rates, unknown, self.without_first)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,6 +91,7 @@ class MissedSteps:
       noise: of steps that add normal noise to all rows, its deviation for a learning rate
         of 1, and a key, uint32 ``[2]``. The ``learning_rate`` is then that of the variance,
         its square, and the sum of the rates is the variance.
+      numbers: those that rows miss steps by, but for rates.
     """
 
     advance: Callable[["Missed", jax.Array, Record], Change]
@@ -101,6 +103,7 @@ class MissedSteps:
     panels: tuple[int, ...] | None = None
     noise: tuple[float, jax.Array] | None = None
     average: float | None = None
+    numbers: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         width = self.window(np.dtype(np.float32))
@@ -164,6 +167,11 @@ class MissedSteps:
         return log.at[
             np.array([*signs, *range(*lines["pull"].indices(len(log)))], int)
         ].set(1)
+
+    def fits(self, log: jax.Array) -> bool:
+        """Whether an array has the form of the log, or is an empty one."""
+        lines, columns = self._lines["pull"].stop, 2 * self._block(log.dtype)
+        return log.shape[0] == lines and (log.shape[1] >= columns or not log.size)
 
     @functools.cached_property
     def logged(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -255,7 +263,7 @@ class MissedSteps:
 
     def missed(
         self,
-        log: jax.Array,
+        known_log: tuple[jax.Array, Any],
         count: jax.Array,
         last: jax.Array,
         columns: Sequence[jax.Array] = (),
@@ -263,9 +271,12 @@ class MissedSteps:
         """The missed steps of rows since the ``last`` one ``[n]`` of each, and of averages.
 
         And the pull of the average, then and now. A row that missed more steps than the log
-        has columns needs one of its own, ``columns`` ``[n]`` of each line, or gets NaN.
+        has columns needs one of its own, ``columns`` ``[n]`` of each line, or gets NaN; as
+        does one that missed steps before the log, with which comes since when, was by these
+        numbers.
         """
-        lines, dtype, steps = self._lines, log.dtype, count - last
+        (log, since), lines = known_log, self._lines
+        dtype, steps = log.dtype, count - last
         known = steps < log.shape[1]
         column = self._column(log, last)
         if columns:
@@ -277,11 +288,10 @@ class MissedSteps:
             left, _ = self._since(log, count, column, "end")
             of_row = self._scaled(of_row, 1 + left)
         without_first = Partial(self._without_first, log, count, last)
-        if log.size and not columns:  # one number is enough to make a move NaN
-            unknown = jnp.where(known, 0, jnp.asarray(jnp.nan, dtype))
-            decay, rates = decay + unknown, rates + unknown
-            of_row = tuple(x + unknown for x in of_row[:1]) + of_row[1:]
-        own = Missed(steps, of_row, decay, rates, without_first)
+        is_known = known if log.size and not columns else True
+        is_known = is_known if since is None else is_known & (last >= since)
+        unknown = jnp.where(is_known, 0, jnp.asarray(jnp.nan, dtype))
+        own = Missed(steps, of_row, decay, rates, unknown, without_first)
         if self.average is None:
             return own, own, (1.0, 1.0)
         fades = jnp.asarray(math.log(self.average), dtype)
@@ -352,6 +362,15 @@ class MissedSteps:
         """Sums of terms that are so many times as large."""
         weights = len(sums) if self.panels is None else len(sums) // 2
         return *(factor * x for x in sums[:weights]), *sums[weights:]
+
+
+def hash_of(missed: Sequence[MissedSteps]) -> Any:
+    """A hash, int32 ``[]``, of the numbers that rows miss steps by."""
+    numbers = [y for x in missed for y in (*x.numbers, x.average or 0)]
+    xp: Any = jnp if any(isinstance(x, jax.core.Tracer) for x in numbers) else np
+    bits = xp.stack([xp.asarray(x, np.float32) for x in numbers]).view(np.uint32)
+    odd = np.array([pow(0x9E3779B1, n + 1, 1 << 32) for n in range(len(numbers))], "u4")
+    return (bits * odd).sum(dtype=np.uint32).view(np.int32)
 
 
 def _at(log: jax.Array, step: jax.Array) -> jax.Array:

@@ -204,8 +204,9 @@ class GradientTransformation:
                 grads = _looked_at(grads, "without_numbers" in extra_args)
                 if self.catches_up and "at_now" not in extra_args:
                     extra_args |= _taken_now(grads)
-            if self.check is not None and not current_reading():
-                self.check(name, grads, state, *args, **extra_args)
+            if self.check is not None:
+                part_name = "now" if current_reading() else name
+                self.check(part_name, grads, state, *args, **extra_args)
             named = {k: x for k, x in extra_args.items() if takes_any or k in parameters}
             result = part(grads, state, *args, **named)
             if name != "update" or not (fits and is_staged()):

@@ -33,12 +33,14 @@ from jslices.optim.engine.checks import (
     checked_gradient,
 )
 from jslices.optim.engine.clock import (
+    OTHER_NUMBERS,
     Clock,
     after_all,
+    has_rows_behind,
     new_clock,
     with_rows_in_turn,
 )
-from jslices.optim.engine.missed import MissedSteps
+from jslices.optim.engine.missed import MissedSteps, hash_of
 from jslices.optim.engine.now import Reading, current_reading
 from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation
@@ -100,7 +102,7 @@ def _unpickled(state_type: Any, *parts: PyTree) -> Any:
 class _OfClock(NamedTuple):
     """What the clock has of an array, besides the last steps of its rows."""
 
-    log: jax.Array  #: of its rule.
+    log: tuple[jax.Array, Any]  #: of its rule, and since when it is by its numbers.
     whole: Any  #: its last step as a whole.
     number: int  #: of the parameter, among those that the state is of.
     own: Any  #: the columns of its rows, if they bring them along.
@@ -252,7 +254,20 @@ class _RuleOnTrees:
         pairs = zip(self._missed_of_rules, clock.log, strict=True)
         log = tuple(steps.logged(log, count) for steps, log in pairs)
         whole = _set(clock.whole, as_whole, next_count(state.count))
+        if clock.numbers is not None:
+            now = hash_of(self._missed_of_rules), self._since(state)
+            clock = clock._replace(numbers=jnp.array(now, jnp.int32))
         return clock._replace(log=log, whole=whole)  # type: ignore[no-any-return]
+
+    def _since(self, state: State) -> Any:
+        """The step since when the log is by the numbers of these rules."""
+        rules, logs, numbers = self._missed_of_rules, state.clock.log, state.clock.numbers
+        fits = [steps.fits(log) for steps, log in zip(rules, logs, strict=False)]
+        if not all(fits) or len(rules) != len(logs):
+            raise ValueError(OTHER_NUMBERS)
+        if numbers is None:
+            return None
+        return jnp.where(numbers[0] == hash_of(rules), numbers[1], state.count)
 
     def _kernels(self, state: State) -> "Callable[[_Array, bool], Kernel]":
         """``kernel_of(array, by_row)``.
@@ -382,9 +397,9 @@ class _RuleOnTrees:
         return params, self._with_arrays(state, tree, changed)
 
     def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
-        if isinstance(rows, bool) or not each.clock.log.size:
+        if isinstance(rows, bool) or not each.clock.log[0].size:
             return rows
-        columns = each.clock.log.shape[1]
+        columns = each.clock.log[0].shape[1]
         return with_rows_in_turn(rows, each.state["last"], count, columns=columns)
 
     def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
@@ -398,14 +413,18 @@ class _RuleOnTrees:
         if name == "catch_up":
             all_rows = all(x is True for ids in rest for x in jax.tree.leaves(ids))
             self.caught_up[around[0]] = self.caught_up.get(around[0], True) and all_rows
+        grads, state, at_now = unboxed((tree, state, more.get("at_now")))
+        check_state(state, self.state_type, self.fields)
+        arrays = jax.tree.leaves((grads, state, hash_of(self._missed_of_rules)))
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        if not is_traced and state.clock.numbers is not None:
+            same = np.asarray(state.clock.numbers)[0] == hash_of(self._missed_of_rules)
+            if not same and has_rows_behind(state):
+                raise ValueError(OTHER_NUMBERS)
         if name not in ("update", "apply"):
             return
         here = [x for x in around if x in self.caught_up]
         self.caught_up.update(dict.fromkeys(here, True))
-        grads, state, at_now = unboxed((tree, state, more.get("at_now")))
-        check_state(state, self.state_type, self.fields)
-        arrays = jax.tree.leaves((grads, state))
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
         if is_traced and (here or not all(self.caught_up.values())):
             return
         leaves, tree = flatten(grads, is_leaf=protocol.is_leaf)
@@ -464,7 +483,8 @@ class _RuleOnTrees:
         if self.rule.missed is None:
             return [_Array(*x, None) for x in zip(*each, strict=True)]
         own = state.clock.own or [None] * len(state.clock.log)
-        logs = zip(state.clock.log, own, strict=True)
+        since = self._since(state)
+        logs = (((x, since), y) for x, y in zip(state.clock.log, own, strict=True))
         log_of = dict(zip(self._missed_of_rules, logs, strict=True))
         arrays, clocks = [], self._clocks(state, tree)
         for path, rule, p, mine, (last, whole, number) in zip(*each, clocks, strict=True):
