@@ -1,8 +1,9 @@
 """Random programs as losses of ``train_step``: what it reads is what catches up.
 
 Ids are in range and out of range, in some programs they follow from rows of another table,
-some steps leave tables out, some rows are read for an auxiliary result alone. What is right is ``jax.value_and_grad`` and dense Optax, for lazy
-steps undone in the rows that no gradient names.
+some steps leave tables out, some rows are read for an auxiliary result alone. What is right
+is ``jax.value_and_grad`` and dense Optax, for lazy steps undone in the rows that no
+gradient names.
 """
 
 import jax

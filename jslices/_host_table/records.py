@@ -52,7 +52,8 @@ _OLD_CLOCK = (
     "was made by an earlier version of jslices, by whose rule its rows have to catch up. "
     "There, type table.catch_up(); rows = table.written_rows(); params, state = "
     "table.fetch(rows)[0].unpack(), and save slots = jslices.checkpoint.export_state("
-    "params, state, 'torch') and table.steps; here, HostTable(..., a new path).write(rows, "
+    "params, state, 'torch') or, of an array that has no slot there, dicts by its name, "
+    "{'mu': state.mu, ...}, and table.steps; here, HostTable(..., a new path).write(rows, "
     "params, jslices.checkpoint.import_state(tx, params, slots, steps))"
 )
 #: Entries for which room is made at a time.

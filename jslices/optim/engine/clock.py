@@ -33,7 +33,8 @@ _CYCLE = 1 << 30
 OLD_CLOCK = (
     "The state keeps snapshots of rows, of an earlier version of jslices: with that "
     "version params, state = tx.flush(params, state), then save params, state.count and "
-    'slots = jslices.checkpoint.export_state(params, state, "keras"); here '
+    'slots = jslices.checkpoint.export_state(params, state, "keras") or, of an array that '
+    'has no slot there, dicts by its name, {"table": {"mu": state.mu["table"], ...}}; here '
     "state = jslices.checkpoint.import_state(tx, params, slots, count)"
 )
 
