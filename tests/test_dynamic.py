@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -399,6 +401,27 @@ def test_evicted_ids_leave_their_rows_and_show_in_what_a_server_needs():
     ids, out = ids.admit(dynamic.wide_ids([7]))
     changed = dict(zip(*(x.tolist() for x in ids.export(since)[::-1]), strict=True))
     assert changed == {rows[9]: -1, rows[7]: 7}
+
+
+def test_a_server_that_applies_what_changes_has_what_the_map_has():
+    """By the loop of the page: ids change rows, and none is lost with an old owner."""
+    page = (pathlib.Path(__file__).parent.parent / "docs/keyed_tables.md").read_text()
+    loop = re.search(r"^for row in rows.*?(?=^assert)", page, re.M | re.S)[0]
+    ids, rng, names = dynamic.id_map(32), np.random.default_rng(0), {"np": np}
+    names |= {"vectors": {}, "owners": {}, "params": {"items": np.arange(99.0)}}
+    admit, moved = jax.jit(lambda ids, batch: ids.admit(batch)[0]), 0
+    for _ in range(60):
+        since, before = int(ids.step), dict(names["vectors"])
+        if rng.random() < 0.5:
+            ids, _ = ids.evict(dynamic.wide_ids(rng.integers(0, 60, 8)))
+        for _ in range(2):
+            ids = admit(ids, dynamic.wide_ids(rng.integers(0, 60, 8)))
+        names["changed"], names["rows"] = ids.export(since)
+        exec(loop, names)
+        known = dict(zip(*(x.tolist() for x in ids.export()), strict=True))
+        assert names["vectors"] == known
+        moved += sum(before.get(x, row) != row for x, row in known.items())
+    assert moved
 
 
 @pytest.mark.slow

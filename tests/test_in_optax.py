@@ -325,7 +325,11 @@ FOREIGN = {
     ),
     "an optimizer": (
         lambda g: step(optax.adam(0.1), g),
-        "jslices.adam for optax.adam (and so on)",
+        "jslices.adam for optax.adam, jslices.adamw(rate, b1, b2, weight_decay=w, mask=",
+    ),
+    "AdamW by links": (
+        lambda g: step(js.optim.chain(optax.scale_by_adam(), optax.scale(-0.1)), g),
+        "jslices.adam for optax.adam, jslices.adamw(rate, b1, b2, weight_decay=w, mask=",
     ),
     "another": (
         lambda g: step(optax.rmsprop(0.1), g),
@@ -365,6 +369,15 @@ def test_functions_that_map_over_two_trees_say_what_to_type(name, jit):
     with pytest.raises(ValueError, match=r"key path .'table'.: IndexedSlices") as caught:
         (jax.jit(call) if jit else call)(grads_of(0))
     assert f"an array; type {instead}" in str(caught.value)
+
+
+def test_a_mean_of_stacked_gradients_says_what_to_type():
+    """As DrJAX's ``reduce_mean`` takes it."""
+    stacked = jax.vmap(js.grad(lambda t, i: t[i].sum()), (None, 0))
+    stacked = stacked(jnp.ones((4, 2)), jnp.array([[0, 1], [3, 3]]))
+    with pytest.raises(TypeError, match=r"jslices\.reduce_stacked for a sum or mean of"):
+        jax.tree.map(lambda x: jnp.mean(x, 0), stacked)
+    assert js.reduce_stacked(stacked).shape == (4, 2)
 
 
 def test_other_trees_that_differ_have_the_error_of_jax():

@@ -492,3 +492,13 @@ def test_stacks_in_host_memory(tx):
     expected, _ = flushed(tx, *trained(tx, PARAMS["emb"], apart, batches))
     now = tables.split(jnp.asarray(host.read(np.arange(tables.num_rows))))
     assert_close(now, dict(zip(tables.names, expected.values(), strict=True)))
+
+
+def test_a_table_of_no_rows_stays_apart():
+    params = {"none": jnp.zeros((0, 3)), "a": jnp.ones((4, 3)), "b": jnp.ones((2, 3))}
+    stacked, unstack = stack_tables(params)
+    assert [x.shape for x in stacked.tables.values()] == [(6, 3)]
+    assert stacked.rest["none"].shape == (0, 3)
+    assert jax.tree.map(jnp.shape, unstack(stacked)) == jax.tree.map(jnp.shape, params)
+    with pytest.raises(js.InvalidArgumentError, match="at none; leave it out of where"):
+        stack_tables(params, True)

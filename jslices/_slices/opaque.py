@@ -26,7 +26,8 @@ from jslices._typing import Leaf
 _WHAT = "row numbers of IndexedSlices, which have no arithmetic: type"
 _INSTEAD = (
     "jslices.global_norm for a norm, jslices.tree.map for jax.tree.map, "
-    "jslices.all_reduce_slices for lax.psum"
+    "jslices.all_reduce_slices for lax.psum, jslices.reduce_stacked for a sum or mean of "
+    "stacked gradients"
 )
 _ABSTRACT = jax.ShapeDtypeStruct | jax.core.ShapedArray
 _IN_EAGER_MODE = _jax.trace_state()

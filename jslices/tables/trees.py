@@ -302,7 +302,7 @@ def _is_leaf(x: Any) -> bool:
 def _labels(where: Any, params: Params, arrays: Sequence[Any]) -> list[Any]:
     """For each array the stacks that it may be in: False for none, True, or a string."""
     if where is None:
-        return [jnp.ndim(x) > 1 and _is_of_floats(x) for x in arrays]
+        return [jnp.ndim(x) > 1 and len(x) > 0 and _is_of_floats(x) for x in arrays]
     if isinstance(where, extend.Explanation):
         shapes = [tuple(x.shape) for x in where.leaves]
         if shapes != [jnp.shape(x) for x in arrays]:
