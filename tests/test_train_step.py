@@ -631,7 +631,8 @@ def test_refuses_what_is_no_loss_and_no_optimizer():
         step(PARAMS, EXACT.init(PARAMS), IDS[0], LABELS[0])
 
 
-def test_an_own_optimizer_gets_the_ids_that_lookup_ids_gives():
+def test_an_own_optimizer_gets_the_ids_that_lookup_ids_gives(monkeypatch):
+    monkeypatch.setattr("jslices._place.hints.hinted", set())
     tx, seen = EXACT, []
 
     def catch_up(params, state, ids):
