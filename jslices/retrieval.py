@@ -26,7 +26,8 @@ def top_k(
     """The k rows with the largest products with each query, block by block.
 
     Args:
-      table: ``[V, D]`` of any floating dtype.
+      table: ``[V, D]`` of any floating dtype. Rows are taken as they are: under
+        ``untouched="exact"`` pass that of ``tx.now(params, state)``.
       queries: ``[*B, D]`` of any floating dtype.
       k: how many; it may be more than there are rows.
       exclude: integers ``[*B, E]``, the rows to leave out for each query, as those that a

@@ -79,6 +79,7 @@ def adam(rate, untouched, eps=1e-8, eps_hat=False):
 
 DENSE = Replaced(
     train_step=dense_step,
+    eval_step=lambda fun, tx: lambda params, state, *batch: fun(params, *batch),
     embedding_lookup=lambda table, ids: table[ids],
     adam=adam,
     adamw=lambda rate, untouched: Dense(*optax.adamw(rate)),

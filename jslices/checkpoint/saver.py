@@ -164,6 +164,8 @@ class Saver:
 
         Args:
           variables: a pytree of arrays of any dtype, numbers, strings and random keys.
+            They are saved as they are: of an optimizer with ``untouched="exact"``
+            parameters and state together, or ``tx.now(params, state)`` alone.
           path: the path of the checkpoint; its directory must exist.
           global_step: an integer, or the name of a variable that holds one, to be
             appended: ``path-7``.

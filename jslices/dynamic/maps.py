@@ -148,8 +148,11 @@ class IdMap:
           ``(ids, rows)``: int64 ``[n]`` and int32 ``[n]``, by rows: ``table[rows]`` are the
           vectors of ``ids``. With ``since`` it is what a server has to change: it sets
           those rows with their ids, and drops rows whose id is -1, which have no owner
-          any more. Rows that ``flush`` of an exact optimizer has moved are not among them:
-          ``js.Saver().save_delta`` finds all. Who owned rows before: ``Admitted.evicted``.
+          any more. Who owned rows before: ``Admitted.evicted``.
+
+        Under ``untouched="exact"`` the vectors are ``tx.now(params, state)["table"][rows]``,
+        and rows that nobody has seen move, too: send all of them, or after ``tx.flush``
+        those that ``js.Saver().save_delta`` finds.
 
         Raises:
           FailedPreconditionError: for an array of which this process has only a part.
