@@ -282,8 +282,9 @@ def test_errors():
     with pytest.raises(ValueError, match=r"param_labels=...\) must have the structure of"):
         tx.init(PARAMS)
     exact = js.optim.masked(js.adam(0.1, untouched="exact"), True)
+    late = js.optim.chain(exact, js.optim.clip(1.0))
     with pytest.raises(ValueError, match=r"last of a chain.*jslices.optim.partition"):
-        js.optim.chain(exact, js.optim.clip(1.0))
+        late.apply(grads_of(PARAMS, IDS[0]), late.init(PARAMS), PARAMS)
     old = js.optim.partition(INNER, LABELS)
     with pytest.raises(ValueError, match=r"params, state = tx.apply\(grads, state, params"):
         old.apply(grads_of(PARAMS, IDS[0]), old.init(PARAMS), None)

@@ -684,10 +684,11 @@ def test_an_own_optimizer_needs_a_catch_up_alone():
 
     def catch_up(params, state, ids):
         last, count = state
-        moved = left(last, count) * params
-        return (
-            (moved, (jnp.full_like(last, count), count)) if ids is True else (params, state)
-        )
+        if ids is None:
+            return params, state
+        rows = jnp.arange(len(params)) if ids is True else ids
+        moved = params.at[rows].set((left(last, count) * params)[rows])
+        return moved, (last.at[rows].set(count), count)
 
     def update(grads, state, params):
         last, count = state

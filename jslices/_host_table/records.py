@@ -84,6 +84,11 @@ class File(io.FileIO):
                 size -= len(part)
         return b"".join(parts)
 
+    def next_at(self, offset: int, what: int) -> int:
+        """Where what was written, or a hole, next begins: ``os.SEEK_DATA``, ``SEEK_HOLE``."""
+        with files.naming(self.path):
+            return os.lseek(self.fileno(), offset, what)
+
     def write_at(self, offset: int, data: bytes | memoryview | np.ndarray) -> None:
         """Write bytes, or the bytes of an array."""
         if isinstance(data, np.ndarray):
@@ -424,16 +429,16 @@ class FileRecords(Records):
         super().apply(part)
 
     def blocks(self, array: np.ndarray) -> Iterator[slice]:
-        first, size, file = self._first(array), array.strides[0], self._file.fileno()
+        first, size = self._first(array), array.strides[0]
         at, stop, done = first, first + array.nbytes, 0
         while at < stop:
             try:
-                at = os.lseek(file, at, os.SEEK_DATA)
+                at = self._file.next_at(at, os.SEEK_DATA)
             except OSError as error:
                 if error.errno != errno.ENXIO:
                     raise
                 return  # there is no more
-            end = os.lseek(file, at, os.SEEK_HOLE)
+            end = self._file.next_at(at, os.SEEK_HOLE)
             here = max(done, (at - first) // size)
             at, done = end, min(-((first - end) // size), len(array))
             for part in row_blocks((done - here, *array.shape[1:]), array.itemsize):
