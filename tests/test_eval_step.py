@@ -162,3 +162,24 @@ def test_stacked_tables():
     whole = fast_jit(lambda p, s: of_stack(tx.flush(p, s)[0], BATCHES[3]))(params, state)
     assert_close(js.eval_step(of_stack, tx)(params, state, BATCHES[3]), whole, rtol=1e-5)
     assert_close(unstack(tx.now(params, state)), unstack(tx.flush(params, state)[0]))
+
+
+@pytest.mark.slow
+def test_by_hand_rows_that_are_exchanged_are_those_of_the_table_as_it_is_now():
+    tx, (params, state) = EXACT["adam"], trained("adam")[0]
+    mesh, how = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), js.Exchange("x")
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    place = lambda x: jax.device_put(x, rows) if x.shape[:1] == (V,) else x  # noqa: E731
+    ids = jax.device_put(np.arange(8, dtype=np.int32), rows)
+
+    def step(params, state, **options):
+        of_now = lambda params: loss(tx.now(params, state), ids)  # noqa: E731
+        grads = js.grad(of_now, **options)(params)
+        return tx.apply(grads, state, params)
+
+    with jax.set_mesh(mesh):
+        split = jax.tree.map(place, (params, state))
+        got = jax.jit(lambda *x: step(*x, exchange={"a": how, "b": how}))(*split)
+    ids = np.asarray(ids)
+    wanted = jax.jit(step)(params, state)
+    assert_close(*(jax.device_get(tx.flush(*x)[0]) for x in (got, wanted)), 1e-4, 1e-6)

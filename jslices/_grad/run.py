@@ -84,8 +84,10 @@ def without_dense_warning() -> Iterator[None]:
 
 
 def slots_for(plan: SiteTree, every: bool = False) -> SlotTree:
-    """The cotangent slots of all reads; None for what gets no gradient, unless ``every``
-    read has one."""
+    """The cotangent slots of all reads.
+
+    None for what gets no gradient, unless ``every`` read has one.
+    """
 
     def slot(site: Site) -> jax.Array | None:
         if not (site.graded or every):
@@ -229,7 +231,7 @@ class Runner(ViewWalk):
                 rows = gathered_once(table.take(ids.read, mode, fill_value))
                 rows = slotted_p.bind(rows, slot)
             else:
-                array = boundary.drop_sharding(table.array)
+                array = boundary.drop_sharding(table.as_it_is_now())
                 rows, record = rows_from_elsewhere(
                     site.exchange, array, ids.read, record, slot, mode, fill_value
                 )

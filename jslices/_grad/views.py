@@ -137,10 +137,13 @@ class TableView(View):
             return take(self.array)
         return self.now.of(take(self.array), map(take, self.now.rows), whole=False)
 
+    def as_it_is_now(self) -> jax.Array:
+        """The whole array, in its own shape."""
+        now, array = self.now, self.array
+        return array if now is None else now.of(array, now.rows, whole=True)  # type: ignore[no-any-return]
+
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        array: jax.Array = self.array
-        if self.now is not None:
-            array = self.now.of(array, self.now.rows, whole=True)
+        array = self.as_it_is_now()
         if array.shape == self.shape:
             return array
         # On Explicit axes JAX does not merge axes if the second is split.

@@ -85,7 +85,7 @@ class File(io.FileIO):
         return b"".join(parts)
 
     def next_at(self, offset: int, what: int) -> int:
-        """Where what was written, or a hole, next begins: ``os.SEEK_DATA``, ``SEEK_HOLE``."""
+        """Where written bytes (``os.SEEK_DATA``) or a hole (``SEEK_HOLE``) begin next."""
         with files.naming(self.path):
             return os.lseek(self.fileno(), offset, what)
 
