@@ -127,7 +127,7 @@ def save_word_vectors(
       path: of the file.
       words: V of them, not empty and without white space, which would end them.
       vectors: ``[V, D]`` of floats, a table of parameters for example; written as float32.
-        Under ``untouched="exact"`` that of ``tx.now(params, state)``, as rows may be behind.
+        Under ``untouched="exact"`` that of ``tx.now(params, state)``: rows may be behind.
         A :class:`jslices.HostTable` is read part by part.
       form: ``"word2vec"``, which is fastText's ``.vec`` as well; ``"word2vec_binary"``; or
         ``"glove"``, the first without its line of sizes. Text has enough digits to restore

@@ -150,9 +150,9 @@ class IdMap:
           those rows with their ids, and drops rows whose id is -1, which have no owner
           any more. Who owned rows before: ``Admitted.evicted``.
 
-        Under ``untouched="exact"`` the vectors are ``tx.now(params, state)["table"][rows]``,
-        and rows that nobody has seen move, too: send all of them, or after ``tx.flush``
-        those that ``js.Saver().save_delta`` finds.
+        Under ``untouched="exact"`` the table is that of ``tx.now(params, state)``, and rows
+        that nobody has seen move, too: send all of them, or after ``tx.flush`` those that
+        ``js.Saver().save_delta`` finds.
 
         Raises:
           FailedPreconditionError: for an array of which this process has only a part.
