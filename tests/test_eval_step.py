@@ -97,7 +97,7 @@ def test_under_a_lazy_optimizer_it_is_the_function_itself():
     )
     assert tx.now(PARAMS, state) is PARAMS
     js.testing.assert_up_to_date(PARAMS, state)
-    with pytest.raises(TypeError, match="train_step wants an optimizer of jslices"):
+    with pytest.raises(TypeError, match="eval_step wants an optimizer of jslices"):
         js.eval_step(loss, optax.adam(0.1))
 
 

@@ -17,11 +17,13 @@ read::
 
     step = jax.jit(js.train_step(loss, tx), donate_argnums=(0, 1))
     params, state, value = step(params, state, ids, labels)
-    params, state = tx.flush(params, state)  # before saving or evaluating
+    value = js.eval_step(loss, tx)(params, state, ids, labels)
+    params, state = tx.flush(params, state)  # before saving
 
-``js.train_step`` serves lazy optimizers too. By hand, ``params, state =
-tx.catch_up(params, state, ids)`` comes before the gradient: ``ids`` mirror ``params``, and
-hold every row that gets a gradient in this step. An update of a row that has not caught up
+``js.train_step`` serves lazy optimizers too. By hand, the gradient is taken at
+``tx.now(params, state)``; or ``params, state = tx.catch_up(params, state, ids)`` comes
+before it: ``ids`` mirror ``params``, and hold every row that gets a gradient in this step.
+An update of a row that has not caught up
 raises a ValueError that names the row, and under ``jit`` makes its parameters
 NaN, so that the loss shows it; a process that traces such steps and never catches up is
 warned. Hyperparameters other than the learning rate must be numbers known while tracing;

@@ -1,8 +1,8 @@
 """Catching up: untouched rows move to where a dense optimizer would have them.
 
-Every row remembers the last step it did. Before it is read it does the missed ones in
-closed form (``catch_up``), and before parameters are saved or evaluated all rows do
-(``flush``).
+Every row remembers the last step it did. It is read as it is after the missed ones
+(``now``), does them in closed form when it is stepped (or in ``catch_up``), and before
+parameters are saved all rows do (``flush``).
 """
 
 import dataclasses

@@ -288,7 +288,7 @@ class GradientTransformation:
         return self._catch_up(params, state, ids)
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
-        """The same for every row, before parameters are saved or evaluated."""
+        """The same for every row, before parameters are saved."""
         if self._flush is not None:
             return self._flush(params, state)  # type: ignore[no-any-return]
         params, state = self.catch_up(params, state, jax.tree.map(lambda p: True, params))

@@ -215,7 +215,7 @@ def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[.
     """
     check_callable(fun)
     if not isinstance(tx, GradientTransformation):
-        raise TypeError(_not_ours(tx))
+        raise TypeError(_not_ours(tx, "eval_step"))
 
     def evaluate(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         if not tx.catches_up:
@@ -252,7 +252,7 @@ def _is_state(x: PyTree) -> bool:
     return any(jnp.issubdtype(jnp.result_type(count), jnp.integer) for count in counts)
 
 
-def _not_ours(tx: object) -> str:
+def _not_ours(tx: object, caller: str = "train_step") -> str:
     """Suggest the replacement for an Optax transformation, told by its constructor."""
     name = getattr(getattr(tx, "init", None), "__qualname__", "").partition(".")[0]
     chain = "jslices.adam for optax.adam, jslices.optim.chain for optax.chain"
@@ -268,4 +268,4 @@ def _not_ours(tx: object) -> str:
     }
     help = instead.get(name, "jslices.from_optax(tx) for what is Optax's")
     got = f"optax.{name}" if name in instead else repr(tx)
-    return f"train_step wants an optimizer of jslices, got {got}; type {help}"
+    return f"{caller} wants an optimizer of jslices, got {got}; type {help}"
