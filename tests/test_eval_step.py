@@ -70,6 +70,21 @@ def trained(name):
     return both(PARAMS)
 
 
+def test_rows_are_evaluated_as_they_are_now():
+    tx, table = EXACT["sgd"], jnp.asarray(PARAMS["a"])
+    squares = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
+    state, step = tx.init(table), fast_jit(js.train_step(squares, tx))
+    for ids in BATCHES[:3]:
+        table, state, _ = step(table, state, ids)
+    flushed = tx.flush(table, state)[0]
+    got = js.eval_step(squares, tx)(table, state, BATCHES[3])
+    np.testing.assert_allclose(got, squares(flushed, BATCHES[3]), rtol=1e-5)
+    assert not np.isclose(squares(table, BATCHES[3]), got, rtol=1e-3)
+    with pytest.raises(AssertionError, match=r"\d+ of 24 of params"):
+        js.testing.assert_up_to_date(table, state)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of bags of a table that is used as a whole, too
 @pytest.mark.parametrize("name", EXACT)
 def test_metrics_are_those_of_dense_steps(name):
@@ -114,6 +129,7 @@ def test_no_array_of_the_size_of_a_table():
         jax.eval_shape(whole, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"]
 )
@@ -135,6 +151,7 @@ def test_tables_that_are_split_over_a_mesh(axes):
     assert now["a"].sharding.is_equivalent_to(params["a"].sharding, 2)
 
 
+@pytest.mark.slow
 def test_rows_that_two_axes_number():
     tx, dense, tables = EXACT["adamw"], DENSE["adamw"], RNG.normal(size=(2, 9, D))
     tables = jnp.asarray(tables, jnp.float32)

@@ -459,6 +459,7 @@ def test_gradients_at_rows_as_they_are_now_step_as_if_these_had_caught_up(tx):
     assert_close(tx.now(*mine), tx.flush(*mine)[0])
 
 
+@pytest.mark.slow
 def test_a_gradient_knows_whether_it_was_taken_at_rows_as_they_are_now():
     """Through arithmetic and clipping; not if some of its rows were read as they were."""
     table, ids = jnp.ones((6, 2)), jnp.array([1, 3, 1])

@@ -279,10 +279,11 @@ def two_steps(tx):
 QUICK = "conditionally_mask normalize_by_update_norm"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 @pytest.mark.parametrize(
     "names",
-    slow_unless([(QUICK.split(),), (LIFTED,)], lambda case: case[0] is not LIFTED),
+    [(QUICK.split(),), (LIFTED,)],
     ids=["some", "all"],
 )
 def test_those_that_are_lifted_are_dense_optax_on_touched_rows(names):

@@ -387,7 +387,8 @@ def test_a_step_by_another_optimizer_than_the_exact_table_s_is_said():
         train(table, tx, BATCHES[:1])
 
 
-@pytest.mark.parametrize("in_file", slow_but_first(True, False))
+@pytest.mark.slow
+@pytest.mark.parametrize("in_file", [True, False])
 def test_rows_of_a_larger_exact_table_are_those_of_resize_rows(in_file, tmp_path):
     """They begin anew, and decay with the steps from then on."""
     tx = js.adamw(0.1, weight_decay=0.5, untouched="exact")

@@ -146,6 +146,7 @@ def test_a_run_goes_on_with_another_rate(name):
         assert error(params, truth, start()) < 1e-5
 
 
+@pytest.mark.slow
 def test_plateaus_halve_the_rate():
     """``optax.contrib.reduce_on_plateau`` scales the rate, an argument of the step."""
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=3, rtol=0.5)
