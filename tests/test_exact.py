@@ -136,7 +136,6 @@ WIDE = [
     ("partial_rowwise_adam", NO_EPS, COSINE),
     ("partial_rowwise_adam", {**NO_EPS, "weight_decay": 0.1}, COSINE),
     ("rowwise_adagrad", {"weight_decay": COSINE}, 0.1),
-    ("sgd", {"weight_decay": COSINE}, 0.1),
     ("proximal_adagrad", {"l2_regularization_strength": 0.05}, 0.1),
 ]
 

@@ -283,7 +283,7 @@ QUICK = "conditionally_mask normalize_by_update_norm"
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 @pytest.mark.parametrize(
     "names",
-    [(QUICK.split(),), (LIFTED,)],
+    [QUICK.split(), LIFTED],
     ids=["some", "all"],
 )
 def test_those_that_are_lifted_are_dense_optax_on_touched_rows(names):
