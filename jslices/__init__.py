@@ -72,6 +72,7 @@ from jslices._select import sparse_mask as sparse_mask
 from jslices._slices import IndexedSlices as IndexedSlices
 from jslices._slices import concat_slices as concat_slices
 from jslices._slices import is_slices as is_slices
+from jslices._slices.held import hold as hold
 from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adadelta as adadelta
 from jslices.optim import adafactor as adafactor

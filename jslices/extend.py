@@ -86,6 +86,12 @@ from jslices._slices import opened as opened
 # Rows of an array at indices of any shape; empty entries read a fill value.
 from jslices._slices import rows_at as rows_at
 
+# Parameters without the boxes of `jslices.hold`, and functions of parameters in these.
+from jslices._slices.held import held_where as held_where
+from jslices._slices.held import is_held as is_held
+from jslices._slices.held import takes_held as takes_held
+from jslices._slices.held import unheld as unheld
+
 # Types of arguments.
 from jslices._typing import Params as Params
 from jslices._typing import PyTree as PyTree
@@ -116,3 +122,6 @@ from jslices.optim.engine.protocol import StateOfRows as StateOfRows
 
 # Optimizers of Optax where those of jslices are expected.
 from jslices.optim.transforms.base import as_transformation as as_transformation
+
+# What `train_step` and `eval_step` return.
+from jslices.optim.transforms.compiled import Step as Step

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import operator
 import os
 import re
@@ -22,7 +23,14 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import OLD_CLOCK, OTHER_NUMBERS, PyTree
+from jslices.extend import (
+    OLD_CLOCK,
+    OTHER_NUMBERS,
+    PyTree,
+    held_where,
+    unheld,
+    warn_at_line,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +48,11 @@ class SaverDef:
 
 
 _PATHS = (str, os.PathLike)
+#: Of tables in boxes.
+_HELD_ALONE = (
+    "rows of {} may be behind, and the state by which they catch up is not among what is "
+    'saved: save {{"params": params, "state": state}}, or tx.now(params, state) alone'
+)
 #: Advice for arguments that only TensorFlow's Saver has.
 _INSTEAD = {
     "builder": "arrays are written as they lie on the devices: sharded=True",
@@ -282,7 +295,12 @@ class Saver:
         specs = {n: dataclasses.astuple(leaf.spec) for n, leaf in leaves.items()}
         info: dict[str, Any] = {"variables": specs}
         if self._var_list is None:
-            info["structure"] = trees.describe(variables)
+            info["structure"] = trees.describe(unheld(variables))
+        in_boxes = set(itertools.compress(names, trees.held_leaves(variables)))
+        if held := [saved for saved, name in chosen.items() if name in in_boxes]:
+            info["held"] = held
+            if not any(trees.clocks_in(leaves)):
+                warn_at_line(_HELD_ALONE.format(trees.brief(held)), category=UserWarning)
         return leaves, info
 
     def _commit(
@@ -419,7 +437,9 @@ class Saver:
         }
         whole = self._var_list is None and archive.info.has_structure
         try:
-            return trees.rebuild(archive.info.structure, leaves) if whole else leaves
+            tree = trees.rebuild(archive.info.structure, leaves) if whole else leaves
+            names, *_ = trees.named_leaves(tree) if whole else (list(leaves),)
+            return held_where(tree, [n in archive.info.held for n in names])
         except RecursionError as error:
             raise DataLossError(
                 f"{archive.prefix} cannot be read: its structure is nested too deeply; "
@@ -459,7 +479,11 @@ class Saver:
             for name, saved, spec, template in targets
         }
         leaves = [restored.get(n, x) for n, x in zip(names, templates, strict=True)]
-        return jax.tree.unflatten(structure, leaves)
+        held = [
+            is_held or saved_as.get(name) in archive.info.held
+            for name, is_held in zip(names, trees.held_leaves(variables), strict=True)
+        ]
+        return held_where(jax.tree.unflatten(structure, leaves), held)
 
     # --- retained checkpoints ---------------------------------------------------------
 

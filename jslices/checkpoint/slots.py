@@ -18,7 +18,7 @@ from jslices import GradientTransformation
 from jslices.checkpoint import state_walk
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
 from jslices.checkpoint.trees import listed
-from jslices.extend import Params, PyTree, State, has_rows_behind
+from jslices.extend import Params, PyTree, State, has_rows_behind, takes_held
 from jslices.optim import AdadeltaState, SgdState
 
 #: The dict of slots of one parameter.
@@ -27,6 +27,7 @@ Slots = Mapping[str, Any]
 _MAX_COUNT = np.iinfo(np.int32).max
 
 
+@takes_held()
 def import_state(
     tx: GradientTransformation, params: Params, slots: PyTree, count: PyTree = None
 ) -> State:
@@ -139,6 +140,7 @@ def import_state(
     return jax.tree.unflatten(structure, leaves)
 
 
+@takes_held()
 def export_state(params: Params, state: State, names: str) -> PyTree:
     """The state of an optimizer as another library's slots: :func:`import_state` reversed.
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices import _densify
+from jslices.extend import Step
 from jslices.proof.targets import target
 
 # --- the text ----------------------------------------------------------------------
@@ -472,9 +473,10 @@ def compiled(
     args = args if there is None else there.place(tuple(args))
     name = getattr(step, "__name__", "the step")
     jitted: Any = step
-    if not callable(getattr(step, "trace", None)):
+    donates = isinstance(donate_argnums, int) or bool(tuple(donate_argnums))
+    if not callable(getattr(step, "trace", None)) or (donates and isinstance(step, Step)):
         jitted = jax.jit(step, donate_argnums=donate_argnums)
-    elif isinstance(donate_argnums, int) or tuple(donate_argnums):
+    elif donates:
         raise ValueError(
             f"{name} is jitted already, and donates what its own jax.jit says; leave out "
             f"donate_argnums={donate_argnums} here, or pass the function that is not jitted"

@@ -67,7 +67,7 @@ def stack_tables(
 
     Source: ours. FBGEMM's table-batched embeddings want a model that is written for them.
     """
-    leaves, tree = jax.tree.flatten_with_path(params, is_leaf=_is_leaf)
+    leaves, tree = jax.tree.flatten_with_path(extend.unheld(params), is_leaf=_is_leaf)
     boxes = [x for _, x in leaves]
     arrays = [extend.unboxed(x) for x in boxes]
     names = [jax.tree_util.keystr(x, simple=True, separator=".") for x, _ in leaves]
@@ -208,6 +208,8 @@ class Unstack:
         is_new: Callable[[Any], bool],
     ) -> Any:
         """The tree with each part of the old form in the new one."""
+        if (plain := extend.unheld(tree)) is not tree:
+            return js.hold(self._changed(caller, wanted, plain, is_old, is_new))
         found = jax.tree.leaves(tree, is_leaf=lambda x: is_old(x) or is_new(x))
         has_old, has_new = any(map(is_old, found)), any(map(is_new, found))
         if has_new or not (has_old or all(jnp.ndim(x) == 0 for x in found)):
