@@ -15,7 +15,7 @@ decay. ``untouched="lazy"`` leaves them alone, as TensorFlow's ``LazyAdam`` and 
 that does not depend on V: a row remembers its last step, and catches up before it is
 read::
 
-    step = jax.jit(js.train_step(loss, tx), donate_argnums=(0, 1))
+    step = js.train_step(loss, tx)
     params, state, value = step(params, state, ids, labels)
     value = js.eval_step(loss, tx)(params, state, ids, labels)
     params, state = tx.flush(params, state)  # before saving

@@ -49,7 +49,7 @@ CHUNK_ELEMENTS = 1 << 18
 STALE = (
     'a step of rows that must catch up (untouched="exact", or weight_decay_mode="all") is '
     "traced, and before it no row catches up by this tx: a row that misses a step becomes "
-    "NaN in the next that reads it. Type jax.jit(js.train_step(loss, tx)), or, before the "
+    "NaN in the next that reads it. Type js.train_step(loss, tx), or, before the "
     "gradient is taken, params, state = tx.catch_up(params, state, ids). Rows of a "
     "HostTable catch up by its tx: step with the same one"
 )

@@ -61,7 +61,7 @@ _INSTEAD = {
     "zero_grad": "nothing: each gradient is a new value",
 } | dict.fromkeys(
     ("minimize", "step"),
-    "step = jax.jit(jslices.train_step(loss, tx), donate_argnums=(0, 1)), and then "
+    "step = jslices.train_step(loss, tx), and then "
     "params, state, value = step(params, state, *batch)",
 )
 

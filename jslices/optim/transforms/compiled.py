@@ -1,8 +1,8 @@
 """Steps that compile themselves: called with arrays, and pure where a program is traced."""
 
-import collections
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,10 +15,13 @@ from jslices._typing import Params, State
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: So many steps of one function's code, each called once, are hinted at.
+#: So many steps that are made anew, one after another, are hinted at.
 _TOO_MANY = 3
-#: The code of functions whose steps were called once, and how many of these there are.
-_called_once: collections.Counter[object] = collections.Counter()
+#: So many steps an optimizer keeps, and what their functions close over.
+_MOST = 16
+#: For the code of a function how many of its steps have followed one another, each called
+#: for the first time with what the last one returned, of which this is an array.
+_turns: dict[object, tuple[weakref.ref[Any], int]] = {}
 
 
 class Step:
@@ -29,7 +32,7 @@ class Step:
     """
 
     # No public attribute: jax.jit copies those of a function over its own.
-    __slots__ = ("__weakref__", "_boxed", "_call", "_calls", "_fun", "_jitted", "_pure")
+    __slots__ = ("__weakref__", "_boxed", "_call", "_fun", "_is_new", "_jitted", "_pure")
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class Step:
         jit: bool,
         **options: Any,
     ) -> None:
-        self._call, self._fun, self._pure, self._calls = call, fun, pure, 0
+        self._call, self._fun, self._pure, self._is_new = call, fun, pure, True
         options = {"static_argnames": (), **options}
         self._jitted, compiled = (
             jax.jit(_with_signature_of(fun, x, call), **options) for x in (pure, boxed)
@@ -53,14 +56,15 @@ class Step:
     def __call__(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         if self._boxed is None or is_traced():
             return self._pure(params, state, *args, **kwargs)
-        if self._calls < 2:
-            self._look_for_others()
         plain = unheld(params)
         try:
             results = self._boxed(plain, state, *args, **kwargs)
         except TypeError as error:
             _explain(error, self._call, args, kwargs)
             raise
+        if self._is_new:
+            self._is_new = False
+            self._look_for_others(state, results)
         if plain is params or self._call != "train_step":
             return results
         return _held_in_either(params, results[0]), *results[1:]
@@ -73,34 +77,42 @@ class Step:
         """As ``jax.jit(step).trace``."""
         return self._jitted.trace(params, state, *args, **kwargs)
 
-    def _look_for_others(self) -> None:
-        """Hint at a function that is made anew for each call, and so compiled."""
-        self._calls += 1
+    def _look_for_others(self, state: State, results: Any) -> None:
+        """Hint at a function or an optimizer that is made anew for each call."""
         code = getattr(getattr(self._fun, "func", self._fun), "__code__", None)
-        if self._calls == 2:
-            _called_once.pop(code, None)
-        elif code is not None:
-            _called_once[code] += 1
-            if _called_once[code] == _TOO_MANY:
-                hint_once(
-                    ("anew", code),
-                    f"js.{self._call} got a function or an optimizer that is made anew for "
-                    f"each call, and compiled it {_TOO_MANY} times. Make both once, and "
-                    f"step = js.{self._call}(fun, tx), before the loop",
-                )
+        given = jax.tree.leaves(state)[:1]
+        left = jax.tree.leaves(results[1])[:1] if self._call == "train_step" else given
+        if code is None or not (given and left):
+            return
+        last, count = _turns.get(code, (lambda: None, 0))
+        count = count + 1 if last() is given[0] else 1
+        _turns[code] = weakref.ref(left[0]), count
+        if count == _TOO_MANY:
+            hint_once(
+                ("anew", code),
+                f"js.{self._call} got a function or an optimizer that is made anew for each "
+                f"call, and compiled it {count} times. Make both once, and step = "
+                f"js.{self._call}(fun, tx), before the loop",
+            )
 
 
 def kept(make: F) -> F:
-    """``make``, which returns what it has made last of the same arguments, if they hash."""
-    again = functools.lru_cache(16)(make)  # as many functions and what they close over
+    """``make(fun, tx, ...)``, which ``tx`` keeps the results of for the same arguments."""
 
     @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def made(fun: Any, tx: Any, *args: Any, **options: Any) -> Any:
+        key = make, fun, args, *options.items()
         try:
-            hash((args, *kwargs.values()))
-        except TypeError:
-            return make(*args, **kwargs)
-        return again(*args, **kwargs)
+            hash(key)
+            steps = vars(tx).setdefault("_steps", {})
+        except TypeError:  # it does not hash, or there is no optimizer
+            return make(fun, tx, *args, **options)
+        if key not in steps:
+            new = make(fun, tx, *args, **options)
+            for old in [*steps][: 1 - _MOST]:
+                del steps[old]
+            steps[key] = new
+        return steps[key]
 
     return made  # type: ignore[return-value]
 

@@ -59,33 +59,46 @@ def train_step(
         with a scalar result, or ``(result, aux)``.
       tx: an optimizer of jslices, also one in ``jslices.optim.chain`` or the like.
       has_aux: whether ``fun`` returns ``(result, aux)``.
+      jit: whether a step that is called with arrays compiles itself.
+      donate: whether it then consumes the parameters and the state that it gets, so that
+        rows are written in place. False copies every table in every step, and says nothing.
+      static_argnames: the names of arguments that are no arrays (strings, flags), as for
+        ``jax.jit``.
       sparse: as in :func:`jslices.value_and_grad`.
       exchange: likewise.
 
     Returns:
-      A pure function ``step(params, state, *args) -> (params, state, value)``, or
-      ``(params, state, value, aux)``: the parameters and the state of ``tx`` after a step,
-      shapes and dtypes as they came, and what ``fun(params, *args)`` returned before it.
-      What it returns is read before rows are written: no table is copied for a metric.
-      Of a table ``[V, *D]`` that is only looked up, the rows that the call reads are
-      written, duplicates together, out-of-range ids not at all. To be jitted by the
-      caller, in place with ``donate_argnums=(0, 1)``, and to be scanned.
+      ``step(params, state, *args) -> (params, state, value)``, or ``(params, state, value,
+      aux)``: the parameters and the state of ``tx`` after a step, shapes and dtypes as they
+      came, and what ``fun(params, *args)`` returned before it. What it returns is read
+      before rows are written: no table is copied for a metric. Of a table ``[V, *D]`` that
+      is only looked up, the rows that the call reads are written, duplicates together,
+      out-of-range ids not at all.
 
-      Untouched rows: lazy ones wait. Exact ones go on missing steps, so type
-      ``params, state = tx.flush(params, state)`` before parameters are saved, and evaluate
-      by :func:`jslices.eval_step`.
+      Called with arrays it is compiled, once for the same ``fun`` and ``tx``, and consumes
+      ``params`` and ``state``. Called with tracers (in your own ``jax.jit``, ``scan``,
+      ``vmap``) it is a pure function, and donating is for that ``jax.jit`` to do:
+      ``donate_argnums=(0, 1)``. ``step.lower`` and ``step.trace`` are those of ``jax.jit``.
+
+      Untouched rows: lazy ones wait. Exact ones go on missing steps, and their tables come
+      back in a box that refuses to be read (:func:`jslices.hold`), but by jslices:
+      evaluate by :func:`jslices.eval_step`, save parameters and state together, or
+      ``tx.now(params, state)``. Inside your own program what comes plain goes plain.
       Rows that are read without gradient (behind ``stop_gradient``, for ``aux``, by an id
       out of range) are read as they are after missed steps, and not written. An array that
       the call uses as a whole catches up as a whole; one that it does not use misses the
       step.
 
     Raises:
-      TypeError: if ``tx`` is not an optimizer of jslices. Otherwise as
-        :func:`jslices.value_and_grad`, and nothing has changed then.
+      TypeError: if ``tx`` is not an optimizer of jslices; for an argument that is no array
+        and not static. Otherwise as :func:`jslices.value_and_grad`, and nothing has changed
+        then.
 
     Warns:
       PerformanceHint: for an array of more than 16 MB that is used as a whole where no
-        gradient comes in, with the line: under an exact optimizer all of its rows catch up.
+        gradient comes in, with the line: under an exact optimizer all of its rows catch up;
+        for one that a program of your own gets undonated; for a step that is made anew for
+        each call.
 
     ``tx`` gets the value as well, as ``optax.contrib.reduce_on_plateau`` wants it. Complex
     parameters go downhill: JAX's gradients by them are conjugated.
@@ -102,15 +115,14 @@ def train_step(
       ...     return ((params["table"][ids] @ params["w"]) ** 2).sum()
       >>> params = {"table": jnp.ones((9, 2)), "w": jnp.ones(2)}
       >>> tx = js.adam(0.1, untouched="exact")
-      >>> step = jax.jit(js.train_step(loss, tx), donate_argnums=(0, 1))
-      >>> state = tx.init(params)
+      >>> step, state = js.train_step(loss, tx), tx.init(params)
       >>> for ids in jnp.array([[3, 8, 3], [0, 8, 1], [3, 2, 2]]):
       ...     params, state, value = step(params, state, ids)
-      >>> params, state = tx.flush(params, state)
-      >>> (100 * params["table"][:, 0]).round().astype(int)
+      >>> (100 * tx.now(params, state)["table"][:, 0]).round().astype(int)
       Array([ 87,  87,  94,  77, 100, 100, 100, 100,  73], dtype=int32)
 
-    Source: ours; elsewhere the ids of an exact step are passed by hand.
+    Source: ours; elsewhere the ids of an exact step are passed by hand. ``jit=`` is
+    JAXopt's.
     """
     check_callable(fun)
     if not isinstance(tx, GradientTransformation):
@@ -211,12 +223,13 @@ def eval_step(
         arrays: a loss, metrics, scores. It is traced as :func:`jslices.value_and_grad` has
         it.
       tx: the optimizer.
+      static_argnames: as in :func:`jslices.train_step`.
 
     Returns:
       ``evaluate(params, state, *args, **kwargs)``, which is
       ``fun(tx.now(params, state), *args, **kwargs)``. Nothing is written, and nothing
-      donated. Called with arrays it is compiled, called with tracers (in your own
-      ``jax.jit``) it is a pure function. Under a lazy optimizer it is ``fun(params, *args,
+      donated. Called with arrays it is compiled, once for the same ``fun`` and ``tx``; with
+      tracers (in your own ``jax.jit``) it is a pure function. Under a lazy optimizer it is ``fun(params, *args,
       **kwargs)``.
 
     Raises:
