@@ -90,27 +90,10 @@ def test_nnx_optimizer():
     check_equal(train)
 
 
-def nnx_step(nnx, loss, model, optimizer, *batch):
-    """The exact step of docs/models/nnx.md."""
-    graph, params, rest = nnx.split(model, optimizer.wrt, ...)
-
-    def loss_of(params, rest, *batch):
-        model = nnx.merge(graph, params, rest, copy=True)
-        return loss(model, *batch), nnx.state(model, nnx.Not(optimizer.wrt))
-
-    one = js.train_step(loss_of, optimizer.tx, has_aux=True)
-    state = nnx.as_pure(optimizer.opt_state)
-    params, state, value, rest = one(params, state, rest, *batch)
-    nnx.update(model, params, rest)
-    nnx.update(optimizer.opt_state, nnx.state(state))
-    optimizer.step[...] += 1
-    return value
-
-
 @pytest.mark.parametrize("rate", [0.1, lambda count: 0.1 / (count + 1)])
-@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("together", [1, 4, None])
 def test_exact_steps_of_an_nnx_optimizer(rate, together):
-    """One step in a program, and four; the model has dropout and means that change."""
+    """One step in a program, four, and by itself; dropout and means change the model."""
     nnx = pytest.importorskip("flax.nnx")
     loss = lambda model, ids: mean_square(model(ids))  # noqa: E731
 
@@ -122,12 +105,16 @@ def test_exact_steps_of_an_nnx_optimizer(rate, together):
         def steps(model, optimizer, batches):
             return [step(model, optimizer, ids) for ids in batches]
 
-        values = []
-        for i in range(8 // together):
-            batches = [(IDS + together * i + j) % V for j in range(together)]
-            values += map(float, steps(model, optimizer, batches))
+        every = [(IDS + i) % V for i in range(8)]
+        if not together and step is not dense:
+            of_model = js.train_step(loss, optimizer)
+            values = [float(of_model(model, ids)) for ids in every]
+        else:
+            size = together or 8
+            parts = [every[i : i + size] for i in range(0, 8, size)]
+            values = [float(x) for x in sum((steps(model, optimizer, p) for p in parts), [])]
         assert optimizer.step[...] == 8
-        return values, model
+        return values, model, optimizer
 
     def dense(model, optimizer, ids):
         by_params = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.Param))
@@ -135,11 +122,19 @@ def test_exact_steps_of_an_nnx_optimizer(rate, together):
         optimizer.update(model, grads)
         return value
 
-    wanted, _ = train(optax.adam(rate), dense)
-    exact = functools.partial(nnx_step, nnx, loss)
-    values, model = train(js.adam(rate, untouched="exact"), exact)
+    def exact(model, optimizer, ids):
+        return js.train_step(loss, optimizer)(model, ids)
+
+    wanted, other, _ = train(optax.adam(rate), dense)
+    values, model, optimizer = train(js.adam(rate, untouched="exact"), exact)
     np.testing.assert_allclose(values, wanted, rtol=1e-5)
     assert bool((model.norm.mean[...] != 0).any())
+    other.eval(), model.eval()
+    value = js.eval_step(loss, optimizer)(model, IDS)
+    np.testing.assert_allclose(value, loss(other, IDS), rtol=1e-5)
+    if not together:
+        with pytest.raises(TypeError, match="rows of this table may be behind"):
+            model(IDS)
 
 
 def test_states_of_nnx_that_cannot_be_stepped():

@@ -32,7 +32,7 @@ class Step:
     """
 
     # No public attribute: jax.jit copies those of a function over its own.
-    __slots__ = ("__weakref__", "_boxed", "_call", "_fun", "_is_new", "_jitted", "_pure")
+    __slots__ = tuple("__weakref__ _call _compiled _fun _is_new _jitted _pure boxed".split())
 
     def __init__(
         self,
@@ -48,17 +48,19 @@ class Step:
         self._jitted, compiled = (
             jax.jit(_with_signature_of(fun, x, call), **options) for x in (pure, boxed)
         )
-        self._boxed = compiled if jit else None
+        self._compiled = compiled if jit else None
+        #: The pure function with tables whose rows may be behind in boxes.
+        self.boxed = boxed
 
     def __repr__(self) -> str:
         return f"<{self._call} of {self._fun}>"
 
     def __call__(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
-        if self._boxed is None or is_traced():
+        if self._compiled is None or is_traced():
             return self._pure(params, state, *args, **kwargs)
         plain = unheld(params)
         try:
-            results = self._boxed(plain, state, *args, **kwargs)
+            results = self._compiled(plain, state, *args, **kwargs)
         except TypeError as error:
             _explain(error, self._call, args, kwargs)
             raise
@@ -101,10 +103,11 @@ def kept(make: F) -> F:
 
     @functools.wraps(make)
     def made(fun: Any, tx: Any, *args: Any, **options: Any) -> Any:
-        key = make, fun, args, *options.items()
+        key = make, fun, tx, args, *options.items()
         try:
-            hash(key)
-            steps = vars(tx).setdefault("_steps", {})
+            if hash(key) and is_traced():  # nothing is compiled, and tracers are not kept
+                return make(fun, tx, *args, **options)
+            steps = vars(getattr(tx, "tx", tx)).setdefault("_steps", {})  # of NNX, too
         except TypeError:  # it does not hash, or there is no optimizer
             return make(fun, tx, *args, **options)
         if key not in steps:

@@ -28,6 +28,12 @@ from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
 from jslices.optim.transforms.compiled import Step, kept
+from jslices.optim.transforms.of_models import (
+    compiled_for,
+    eval_step_of_model,
+    is_nnx_optimizer,
+    train_step_of_model,
+)
 
 USED_WHOLE = (
     "{} is used as a whole at {}, without gradient, so that all of its rows catch up in "
@@ -57,7 +63,8 @@ def train_step(
     Args:
       fun: a function of the parameters and what else :func:`jslices.value_and_grad` takes,
         with a scalar result, or ``(result, aux)``.
-      tx: an optimizer of jslices, also one in ``jslices.optim.chain`` or the like.
+      tx: an optimizer of jslices, also one in ``jslices.optim.chain`` or the like; or an
+        ``nnx.Optimizer`` of one, and then ``fun`` is a function of the model.
       has_aux: whether ``fun`` returns ``(result, aux)``.
       jit: whether a step that is called with arrays compiles itself.
       donate: whether it then consumes the parameters and the state that it gets, so that
@@ -79,6 +86,8 @@ def train_step(
       ``params`` and ``state``. Called with tracers (in your own ``jax.jit``, ``scan``,
       ``vmap``) it is a pure function, and donating is for that ``jax.jit`` to do:
       ``donate_argnums=(0, 1)``. ``step.lower`` and ``step.trace`` are those of ``jax.jit``.
+      Of an ``nnx.Optimizer`` it is ``step(model, *args) -> value``, or ``(value, aux)``,
+      which changes the model and the optimizer.
 
       Untouched rows: lazy ones wait. Exact ones go on missing steps, and their tables come
       back in a box that refuses to be read (:func:`jslices.hold`), but by jslices:
@@ -125,6 +134,12 @@ def train_step(
     JAXopt's.
     """
     check_callable(fun)
+    how: Any = {"static_argnames": static_argnames, "donate_argnums": (0, 1)[: 2 * donate]}
+    if is_nnx_optimizer(tx):
+        again = {"jit": False, "donate": donate, "sparse": sparse, "exchange": exchange}
+        step_of = functools.partial(train_step, has_aux=True, **again)
+        of_model = functools.partial(train_step_of_model, step_of, fun, has_aux)
+        return compiled_for(tx, of_model(False), of_model(True) if jit else None, **how)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx))
 
@@ -152,7 +167,6 @@ def train_step(
         (new, *others), behind = stepped(params, state, args, kwargs)
         return held_where(new, behind), *others
 
-    how: Any = {"static_argnames": static_argnames, "donate_argnums": (0, 1)[: 2 * donate]}
     return Step("train_step", fun, pure, boxed, jit, **how)
 
 
@@ -222,14 +236,15 @@ def eval_step(
       fun: a function of the parameters and other arguments, its result any pytree of
         arrays: a loss, metrics, scores. It is traced as :func:`jslices.value_and_grad` has
         it.
-      tx: the optimizer.
+      tx: the optimizer, or an ``nnx.Optimizer`` of one.
       static_argnames: as in :func:`jslices.train_step`.
 
     Returns:
       ``evaluate(params, state, *args, **kwargs)``, which is
       ``fun(tx.now(params, state), *args, **kwargs)``. Nothing is written, and nothing
       donated. Called with arrays it is compiled, once for the same ``fun`` and ``tx``; with
-      tracers (in your own ``jax.jit``) it is a pure function. Under a lazy optimizer it is ``fun(params, *args,
+      tracers (in your own ``jax.jit``) it is a pure function. Of an ``nnx.Optimizer`` it is
+      ``evaluate(model, *args)``, which keeps no change of the model. Under a lazy optimizer it is ``fun(params, *args,
       **kwargs)``.
 
     Raises:
@@ -256,6 +271,10 @@ def eval_step(
     Source: ours.
     """
     check_callable(fun)
+    how = {"static_argnames": static_argnames}
+    if is_nnx_optimizer(tx):
+        evaluate = eval_step_of_model(eval_step, fun)
+        return compiled_for(tx, evaluate, evaluate, **how)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx, "eval_step"))
 
@@ -268,7 +287,6 @@ def eval_step(
         *_, call, planned, _ = _of_rows_now(alone, tx, params, state, args, kwargs, True)
         return evaluated(call, planned)
 
-    how = {"static_argnames": static_argnames}
     return Step("eval_step", fun, evaluate, evaluate, True, **how)
 
 
