@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 import jslices as js
 from jslices._densify import human_bytes
-from jslices.proof.cost import cost_of
-from jslices.proof.targets import target
+from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 # Devices, rows, their length and dtype, and an optimizer whose state they have room for.
 CASES = [

@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jslices._proof import cost, dense, in_place, program, wire
+from jslices._proof.program import Memory
+from jslices._proof.targets import target
+from jslices._proof.wire import Collective, Traffic
 from jslices.extend import Params, RowClock, State, map_clocks, unboxed
-from jslices.proof import cost, dense, in_place, program, wire
-from jslices.proof.program import Memory
-from jslices.proof.targets import target
-from jslices.proof.wire import Collective, Traffic
 
 __all__ = [
     "Collective",

@@ -16,8 +16,8 @@ from helpers import cost_on, needs_device, slow_unless
 
 import jslices as js
 from jslices import dynamic
-from jslices.proof.cost import cost_of
-from jslices.proof.targets import target
+from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 V, K = 1_000_000, 2_000  # with more ids compilers take longer
 #: With few XLA lays short rows that are written twice out by columns, and copies the table.

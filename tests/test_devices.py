@@ -18,15 +18,15 @@ from jax.sharding import PartitionSpec as P
 import jslices as js
 import jslices.testing
 from jslices.__main__ import main
-from jslices.proof.cost import (
+from jslices._proof.cost import (
     accessed,
     cost_of,
     kernels,
     offloads,
     table_copies,
 )
-from jslices.proof.program import Module
-from jslices.proof.targets import GPUS, TPUS, target
+from jslices._proof.program import Module
+from jslices._proof.targets import GPUS, TPUS, target
 
 HERE = pathlib.Path(__file__).parent
 V, K = 200_000, 1_000

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jslices as js
 import jslices.testing
-from jslices.proof.cost import cost_of
+from jslices._proof.cost import cost_of
 
 L, V, D, K = 4, 20_000, 4, 8
 RNG = np.random.default_rng(3)

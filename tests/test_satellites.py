@@ -17,8 +17,8 @@ SATELLITES: tuple[str, ...] = (
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (
     *("accumulators", "checkpoint", "checkpoint.boxes", "checkpoint.files", "extend"),
-    *("dynamic", "dynamic.host", "experimental"),
-    *("keras", "optim", "proof.cost", "proof.targets", "tables", "testing", "tf1", "tree"),
+    *("dynamic", "dynamic.host", "experimental", "_proof.cost", "_proof.targets"),
+    *("keras", "optim", "tables", "testing", "tf1", "tree"),
 )
 
 

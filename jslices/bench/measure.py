@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
+from jslices._proof.targets import AXIS, Target
 from jslices.bench.sizes import BATCHES, Sizes
 from jslices.optim import PerformanceHint
-from jslices.proof.targets import AXIS, Target
 
 WARM, TIMED = 4, 10  # steps a turn
 #: The size of each of the two arrays by which the bandwidth is measured.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices import _densify
-from jslices.proof.targets import target
+from jslices._proof.targets import target
 
 # --- the text ----------------------------------------------------------------------
 
