@@ -159,7 +159,7 @@ def main():
     add("--ids", type=int, default=IDS, help="that each device looks up")
     options = parser.parse_args()
     warnings.simplefilter("ignore", js.DensificationWarning)
-    warnings.simplefilter("ignore", js.optim.PerformanceHint)
+    warnings.simplefilter("ignore", js.PerformanceHint)
     heading = ["devices", "V", "rows", "way", "received, by formula", "compiled"]
     heading += ["table and state", "temporaries", "compiled in, s"]
     print(f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}", sep="\n")

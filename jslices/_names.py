@@ -5,11 +5,13 @@ import sys
 from types import ModuleType
 from typing import NoReturn
 
-_MODULES = "jslices", "jslices.optim", "jslices.tree"
-#: Names of other libraries, and names that are in another module here.
+_MODULES = "jslices", "jslices.errors", "jslices.optim", "jslices.tree"
+#: Names of other libraries, and former names here.
 _INSTEAD = {
-    "clip_by_global_norm": "jslices.optim.clip_global_norm for a transformation, "
-    "jslices.clip_by_global_norm(grads, norm) for gradients",
+    "clip_global_norm": "jslices.optim.clip_by_global_norm",
+    "clip_row_norms": "jslices.optim.clip_rows_by_norm",
+    "exact_step": "jslices.train_step",
+    "reduce_stacked": "jslices.sum_stacked",
     "MultiSteps": "jslices.optim.multi_steps",
     "multi_transform": "jslices.optim.partition",
     "trace": "jslices.sgd(learning_rate, momentum)",

@@ -73,7 +73,7 @@ def exceptions():
 
 def test_every_exception_is_public():
     found = set(exceptions())
-    assert found <= {*js.__all__, *vars(js.optim)}
+    assert found <= {*js.__all__, *vars(js.errors)}
     assert {"IdOutOfRangeError", "DensificationWarning", "DataLossError"} <= found
 
 

@@ -272,9 +272,7 @@ def test_tiles_of_a_tpu(rows):
         return cost_on("v5e", step, js.row_major(table), ids, donate_argnums=0)
 
     if rows % 8:
-        with pytest.warns(
-            js.optim.PerformanceHint, match=r"padded_rows\(131075, 8\) = 131080"
-        ):
+        with pytest.warns(js.PerformanceHint, match=r"padded_rows\(131075, 8\) = 131080"):
             cost()
     else:
         assert not cost().copies

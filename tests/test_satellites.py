@@ -17,7 +17,7 @@ SATELLITES: tuple[str, ...] = (
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (
     *("accumulators", "checkpoint", "checkpoint.boxes", "checkpoint.files", "extend"),
-    *("dynamic", "dynamic.host", "experimental", "_proof.cost", "_proof.targets"),
+    *("dynamic", "dynamic.host", "errors", "experimental", "_proof.cost", "_proof.targets"),
     *("keras", "optim", "tables", "testing", "tf1", "tree"),
 )
 

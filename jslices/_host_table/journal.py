@@ -53,10 +53,10 @@ from typing import Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
-from jslices import DataLossError, FailedPreconditionError
 from jslices._host_table import records as storage
 from jslices._host_table.rows import Stored
 from jslices.checkpoint import files
+from jslices.errors import DataLossError, FailedPreconditionError
 
 _MAGIC = b"jsrows 2"
 _NOTHING = np.zeros(0, np.uint8)

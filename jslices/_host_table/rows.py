@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices import FailedPreconditionError, InvalidArgumentError
+from jslices import InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices._host_table.records import Part, Records
 from jslices.dynamic.host import Batch
+from jslices.errors import FailedPreconditionError
 from jslices.extend import (
     State,
     StateOfRows,

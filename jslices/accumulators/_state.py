@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices import CancelledError, DeadlineExceededError, InvalidArgumentError
+from jslices import InvalidArgumentError
 from jslices.accumulators import _gradients
+from jslices.errors import CancelledError, DeadlineExceededError
 from jslices.extend import sum_dtype
 
 _log = logging.getLogger("jslices.accumulators")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices import DataLossError, InvalidArgumentError, NotFoundError
+from jslices import InvalidArgumentError
 from jslices.checkpoint import files, state_file, trees, writing
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.deltas import delta_part, open_base
@@ -22,6 +22,7 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
+from jslices.errors import DataLossError, NotFoundError
 from jslices.extend import OLD_CLOCK, OTHER_NUMBERS, PyTree
 
 

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
+from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices.errors import NotFoundError
 from jslices.extend import PyTree, RowClock, opened
 
 #: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
