@@ -125,6 +125,7 @@ _LAZY = {
 }
 
 __all__ = sorted({name for name in dir() if not name.startswith("_")} | {*_LAZY})
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> _t.Any:
@@ -133,7 +134,3 @@ def __getattr__(name: str) -> _t.Any:
     module = _importlib.import_module(_LAZY[name])
     value = globals()[name] = getattr(module, name, module)
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -39,6 +39,9 @@ from jslices._lookup.embedding import is_padding as is_padding
 # Plain `jax.grad` of a table that is marked warns of the dense gradient.
 from jslices._lookup.mark import mark_table as mark_table
 
+# `__all__` of a module.
+from jslices._names import public as public
+
 # The mesh of an array on Explicit axes.
 from jslices._place.boundary import explicit_mesh as explicit_mesh
 
@@ -116,3 +119,6 @@ from jslices.optim.engine.protocol import StateOfRows as StateOfRows
 
 # Optimizers of Optax where those of jslices are expected.
 from jslices.optim.transforms.base import as_transformation as as_transformation
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy

@@ -14,6 +14,9 @@ from jax.typing import ArrayLike
 import jslices as js
 from jslices import extend
 
+__all__ = ["in_batch_softmax_loss", "top_k"]
+__dir__ = __all__.copy
+
 
 def top_k(
     table: jax.Array,

@@ -39,6 +39,7 @@ __all__ = [
     "devices",
     "offloads",
 ]
+__dir__ = __all__.copy
 
 #: Smaller arrays are ignored.
 MIN_BYTES = 10**6

@@ -24,3 +24,6 @@ from jslices.checkpoint.word_vectors import load_word_vectors as load_word_vecto
 from jslices.checkpoint.word_vectors import save_word_vectors as save_word_vectors
 from jslices.errors import DataLossError as DataLossError
 from jslices.errors import NotFoundError as NotFoundError
+from jslices.extend import public as _public
+
+__all__, __dir__ = _public(__name__)

@@ -30,3 +30,4 @@ from jslices.keras.optimizer import Optimizer as Optimizer
 from jslices.keras.training import row_gradients as row_gradients
 
 __all__ = ["Optimizer", "row_gradients"]
+__dir__ = __all__.copy

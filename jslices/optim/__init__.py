@@ -38,6 +38,7 @@ over devices: each device steps its own rows.
 from typing import Any as _Any
 
 from jslices._names import no_such_name as _no_such_name
+from jslices._names import public as _public
 from jslices._typing import Schedule as Schedule
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState
 from jslices.optim.adadelta import adadelta as adadelta
@@ -91,6 +92,8 @@ from jslices.optim.transforms.partition import partition as partition
 from jslices.optim.transforms.rows import combine_duplicates as combine_duplicates
 from jslices.optim.transforms.scale import scale as scale
 from jslices.optim.transforms.state_dtype import with_state_dtype as with_state_dtype
+
+__all__, __dir__ = _public(__name__)
 
 
 def __getattr__(name: str) -> _Any:

@@ -140,6 +140,7 @@ variance_scaling_initializer = initializers.variance_scaling_initializer
 zeros_initializer = initializers.zeros_initializer
 
 __all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> _NoReturn:

@@ -8,3 +8,6 @@ from jslices.errors import FailedPreconditionError as FailedPreconditionError
 from jslices.errors import NotFoundError as NotFoundError
 from jslices.errors import OutOfRangeError as OutOfRangeError
 from jslices.errors import UnavailableError as UnavailableError
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy

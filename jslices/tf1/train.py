@@ -14,6 +14,10 @@ from jslices.checkpoint import update_checkpoint_state as update_checkpoint_stat
 from jslices.extend import PyTree
 from jslices.tf1._instead import missing
 
+__all__ = ["Saver", "SaverDef", "get_checkpoint_state", "latest_checkpoint"]
+__all__ += ["update_checkpoint_state"]
+__dir__ = __all__.copy
+
 
 class Saver(js.Saver):
     """:class:`jslices.Saver` with TensorFlow's arguments in TensorFlow's order.
