@@ -25,7 +25,9 @@ from jslices._proof import cost, dense, in_place, program, wire
 from jslices._proof.program import Memory
 from jslices._proof.targets import target
 from jslices._proof.wire import Collective, Traffic
-from jslices.extend import Params, RowClock, State, map_clocks, unboxed
+from jslices._typing import Params, State
+from jslices.extend import unboxed
+from jslices.optim.engine.clock import RowClock, map_clocks
 
 __all__ = [
     "Collective",

@@ -69,7 +69,9 @@ def public(module):
 
 
 @pytest.mark.parametrize(
-    "module", [js, js.optim, js.checkpoint, js.accumulators, js.testing], ids=str
+    "module",
+    [js, js.optim, js.checkpoint, js.accumulators, js.testing, js.errors, jslices.extend],
+    ids=str,
 )
 def test_every_public_name_has_a_place(module):
     for name in public(module):

@@ -38,7 +38,7 @@ from jslices._host_table.layout import Layout, logs_among
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
 from jslices.errors import DataLossError, FailedPreconditionError
-from jslices.extend import LONG_LOG
+from jslices.optim.engine.missed import LONG_LOG
 
 PAGE = 4096
 #: The bytes of a description are at most so many.

@@ -6,6 +6,7 @@ share and ``serve`` gives to other processes (over gRPC, the extra ``serve``);
 under ``jit``.
 """
 
+from jslices._names import public as _public
 from jslices.accumulators.blocking import ConditionalAccumulator as ConditionalAccumulator
 from jslices.accumulators.blocking import (
     ConditionalAccumulatorBase as ConditionalAccumulatorBase,
@@ -27,6 +28,5 @@ from jslices.errors import CancelledError as CancelledError
 from jslices.errors import DeadlineExceededError as DeadlineExceededError
 from jslices.errors import InvalidArgumentError as InvalidArgumentError
 from jslices.errors import UnavailableError as UnavailableError
-from jslices.extend import public as _public
 
 __all__, __dir__ = _public(__name__)

@@ -11,9 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import InvalidArgumentError
+from jslices._rows.sums import sum_dtype
 from jslices.accumulators import _gradients
 from jslices.errors import CancelledError, DeadlineExceededError
-from jslices.extend import sum_dtype
 
 _log = logging.getLogger("jslices.accumulators")
 

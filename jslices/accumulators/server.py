@@ -25,6 +25,7 @@ from typing import Any
 
 import jslices
 from jslices import InvalidArgumentError
+from jslices._install import install_command
 from jslices.accumulators._gradients import refuse_tracer
 from jslices.accumulators._messages import pack, unpack
 from jslices.accumulators._state import caller
@@ -35,7 +36,6 @@ from jslices.accumulators.blocking import (
     SparseConditionalAccumulator,
 )
 from jslices.errors import FailedPreconditionError, UnavailableError
-from jslices.extend import install_command
 
 try:
     import grpc

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices._typing import PyTree
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.boxes import row_blocks
@@ -16,7 +17,6 @@ from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
 from jslices.checkpoint.trees import clocks_in, matching, named_leaves
 from jslices.checkpoint.writing import Part
 from jslices.errors import NotFoundError
-from jslices.extend import PyTree
 
 #: Ids of rows, a mask of them, or the slices of a gradient.
 Ids: TypeAlias = Array | IndexedSlices | Sequence[int]

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import InvalidArgumentError
+from jslices._typing import PyTree
 from jslices.checkpoint import files, state_file, trees, writing
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.deltas import delta_part, open_base
@@ -23,7 +24,7 @@ from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_li
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
 from jslices.errors import DataLossError, NotFoundError
-from jslices.extend import OLD_CLOCK, OTHER_NUMBERS, PyTree
+from jslices.optim.engine.clock import OLD_CLOCK, OTHER_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices._slices import opened
+from jslices._typing import PyTree
 from jslices.errors import NotFoundError
-from jslices.extend import PyTree, RowClock, opened
+from jslices.optim.engine.clock import RowClock
 
 #: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
 VarList: TypeAlias = Sequence[str] | Mapping[str, str] | None

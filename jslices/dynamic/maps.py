@@ -10,11 +10,12 @@ import numpy as np
 from jax.experimental import checkify
 
 from jslices import Exchange, InvalidArgumentError
+from jslices._arguments import Number, OneOf
+from jslices._place.boundary import on_any_mesh
 from jslices.dynamic.buckets import COUNTERS, NO_ROW, WAYS, Part, buckets_of
 from jslices.dynamic.devices import exchange_of, on_each_part
 from jslices.dynamic.ids import NOBODY, WORD, WideIds, hashed, is_padding
 from jslices.errors import FailedPreconditionError
-from jslices.extend import Number, OneOf, on_any_mesh
 
 Policy = Literal["lru", "lfu", "tinylfu", "never"]
 

@@ -10,7 +10,7 @@ read and write all of it at every step. Two calls change that::
 variables; :mod:`jslices.keras.training` is the train step.
 """
 
-from jslices.extend import install_command
+from jslices._install import install_command
 
 try:
     import keras

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jslices as js
 from jslices import IndexedSlices
-from jslices.extend import check_slices
+from jslices._slices import check_slices
 from jslices.tf1 import _arrays
 from jslices.tf1._arrays import ArrayOperators, TensorLike, is_array, plain
 from jslices.tf1._creation import Request, create, request_of

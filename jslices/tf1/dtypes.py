@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.extend import public
+from jslices._names import public
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jslices.extend import public
+from jslices._names import public
 from jslices.tf1 import _arrays
 from jslices.tf1._arrays import MaybeLazy, ShapeLike, canonical_dtype, static_shape
 from jslices.tf1._draws import can_draw, drawn

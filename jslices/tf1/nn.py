@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import jslices as js
-from jslices.extend import public
+from jslices._names import public
 from jslices.tf1._arrays import TensorLike, operation
 from jslices.tf1._instead import missing
 from jslices.tf1.sparse import SparseTensor
