@@ -44,7 +44,7 @@ def test_the_index_of_the_api_lists_the_public_names():
 
 #: The modules that programs import.
 MODULES = ("accumulators", "checkpoint", "dynamic", "errors", "extend", "optim")
-MODULES += ("retrieval", "tables", "testing", "tf1", "tf1.dtypes", "tf1.errors")
+MODULES += ("retrieval", "tables", "testing", "tf1", "tf1.dtypes")
 MODULES += ("tf1.initializers", "tf1.nn", "tf1.random", "tf1.sparse", "tf1.train", "tree")
 
 
