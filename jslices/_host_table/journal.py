@@ -31,7 +31,8 @@ order (``settle``):
     may name any file
   * no such head: DataLossError
 
-and then flushes the file and gives it a new id.
+and then flushes the file and gives it a new id. Begin with :class:`Journal`, and ``settle``
+in opening.py; tests/test_host_table_faults.py interrupts and kills all of it.
 """
 
 import atexit

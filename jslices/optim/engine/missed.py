@@ -12,7 +12,8 @@ what a row that did its last step at ``s`` has to know. Step ``n`` opens its own
 and brings those of the last W steps up to date, ``S(s, n) = S(s, n - 1) * (1 - lr(n) *
 weight_decay(n)) + f(n) * ratio**(n - s)``. Beyond this window ``ratio**W`` is lost to
 rounding, and a column stays as it is: what is left of it is ``S(s, s + W) * P(s + W, n)``.
-Only rates of steps that were taken are used, whatever they come from. See docs/exact.md.
+Only rates of steps that were taken are used, whatever they come from. docs/exact.md has it
+in pictures, and what was measured. Begin with ``opened``, ``logged`` and ``missed``.
 
 All numbers have the dtype of the log: float64 where a table has it, else float32.
 """

@@ -1,4 +1,14 @@
-"""Optimizers of trees of arrays, made from a rule."""
+"""Optimizers of trees of arrays, made from a rule.
+
+A rule knows one array, or some rows of it; trees are made lists here. ``_arrays`` has each
+parameter with its record of the state and its clock, ``_kernels`` the arithmetic,
+``_step_leaf`` runs it, by ``step_rows`` where the gradient is rows, and ``_with_arrays``
+puts back what changed. Rows that no gradient touches stay as they are, and a parameter and
+its state where the gradient is None.
+
+The log is written when all leaves are stepped (``_ticked``): XLA:CPU copies it otherwise.
+Begin with ``_step``. A lazy optimizer needs nothing of "rows that catch up".
+"""
 
 import collections
 import functools
@@ -17,10 +27,7 @@ from jslices._densify import warn_at_line
 from jslices._grad.now import as_now
 from jslices._jax import broadcast_prefix, flatten, is_staged, traces, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shardings_of
-from jslices._place.hints import (
-    hint_many_tables,
-    warn_of_columns,
-)
+from jslices._place.hints import hint_many_tables, warn_of_columns
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Change, Gradients, Key, Leaf, Params, PyTree, Record, State
 from jslices.optim.engine import catch_up as exact
@@ -45,13 +52,7 @@ from jslices.optim.engine.missed import Log, MissedSteps, hash_of
 from jslices.optim.engine.now import Reading, current_reading
 from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    in_dtypes_of,
-    row_of,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step, in_dtypes_of, row_of
 from jslices.optim.engine.step import Plan, choose_plan, step_rows
 
 
