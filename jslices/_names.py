@@ -12,6 +12,7 @@ _INSTEAD = {
     "clip_global_norm": "jslices.optim.clip_by_global_norm",
     "clip_row_norms": "jslices.optim.clip_rows_by_norm",
     "exact_step": "jslices.train_step",
+    "proof": "jslices.testing",
     "reduce_stacked": "jslices.sum_stacked",
     "MultiSteps": "jslices.optim.multi_steps",
     "multi_transform": "jslices.optim.partition",
@@ -33,9 +34,8 @@ def public(module: str) -> tuple[list[str], Callable[[], list[str]]]:
     imported = hasattr(it, "__path__")
 
     def its(x: object) -> bool:
-        if imported:
-            return not isinstance(x, ModuleType)
-        return getattr(x, "__module__", "") == module
+        defined = getattr(x, "__module__", "") == module
+        return defined or (imported and not isinstance(x, ModuleType))
 
     names = [name for name, x in vars(it).items() if not name.startswith("_") and its(x)]
     return names, names.copy

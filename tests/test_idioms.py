@@ -299,6 +299,7 @@ SAYS = {
     "former step": (lambda: js.optim.exact_step, "type jslices.train_step$"),
     "former sum": (lambda: js.reduce_stacked, "type jslices.sum_stacked$"),
     "former error": (lambda: js.DataLossError, "type jslices.errors.DataLossError$"),
+    "former proof": (lambda: js.proof, "type jslices.testing$"),
     "former hint": (lambda: js.optim.PerformanceHint, "type jslices.PerformanceHint$"),
     "of js": (lambda: js.chain, "type jslices.optim.chain$"),
     "tree_map": (lambda: js.tree_map, "type jslices.tree.map$"),
