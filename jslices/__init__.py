@@ -66,6 +66,7 @@ from jslices._select import sparse_mask as sparse_mask
 from jslices._slices import IndexedSlices as IndexedSlices
 from jslices._slices import concat_slices as concat_slices
 from jslices._slices import is_slices as is_slices
+from jslices._slices.held import hold as hold
 from jslices.errors import InvalidArgumentError as InvalidArgumentError
 from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adadelta as adadelta

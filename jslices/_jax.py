@@ -122,6 +122,11 @@ def is_staged() -> bool:
     return isinstance(jax.device_put(_NUMBER), jax.core.Tracer)
 
 
+def is_traced() -> bool:
+    """Whether a transformation is at work, so that arrays may be tracers."""
+    return core.trace_ctx.trace not in (None, core.eval_trace)
+
+
 def trace_state() -> object:
     """What is being traced: equal as long as it is the same, or nothing, in eager mode."""
     return None if core.trace_ctx.trace is None else get_opaque_trace_state()

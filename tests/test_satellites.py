@@ -39,6 +39,7 @@ SHARED = {
     "_rows.rounding": "key_bits round_rows",
     "_rows.sums": "sort_ids sum_dtype",
     "_slices": "Stacked check_slices opened rows_at",
+    "_slices.held": "held_where is_held takes_held unheld",
     "_typing": "Params PyTree State",
     "optim.engine.clock": "OLD_CLOCK OTHER_NUMBERS RowClock by_row has_rows_behind"
     " map_clocks short_logs with_columns",

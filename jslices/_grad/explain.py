@@ -25,6 +25,7 @@ from jslices._grad.rules import WIDEST_PACKED
 from jslices._jax import Source
 from jslices._place.hints import PerformanceHint
 from jslices._slices import slices_of
+from jslices._slices.held import unheld
 
 # Adam reads and writes the parameter and two arrays of state.
 _ADAM_ARRAYS = 3
@@ -223,6 +224,7 @@ def explain(
     @_jax.takes_tables()
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
+        args, kwargs = unheld((args, kwargs))
         call = UserCall(fun, argnums, args, kwargs, has_aux)
         planned = plan_call(call, sparse, exchange)
         leaves = [_leaf_report(leaf, planned, n) for n, leaf in enumerate(planned.leaves)]

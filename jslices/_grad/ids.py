@@ -12,6 +12,7 @@ from jslices._grad.call import ExchangeSpec, UserCall, check_callable
 from jslices._grad.plan import Planned, plan_call
 from jslices._grad.run import gradients_of, run_planned, slots_for, without_dense_warning
 from jslices._slices import Facts, IndexedSlices, concat_slices, sent_to_owners, slices_of
+from jslices._slices.held import unheld
 
 #: Row numbers of a leaf, as slices without elements; None for none.
 Rows: TypeAlias = IndexedSlices | None
@@ -69,6 +70,7 @@ def lookup_ids(
 
     @functools.wraps(fun)
     def ids_fun(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unheld((args, kwargs))
         call = UserCall(fun, argnums, args, kwargs, has_aux)
         planned = plan_call(call, None, exchange)
         by_rows = set(range(len(planned.leaves))) - planned.read_whole

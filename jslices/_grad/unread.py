@@ -23,9 +23,9 @@ from jslices._rows.access import is_below
 # These move the elements of their first operand, or those before them come with each.
 _MOVES = frozenset(
     "copy cumlogsumexp cummax cummin cumprod cumsum device_put dynamic_update_slice "
-    "jslices_row_major jslices_table layout_constraint new_ref pad pcast pvary reshape rev "
-    "scatter scatter-add scatter-mul sharding_constraint slice sort split squeeze tile "
-    "transpose xla_metadata_value".split()
+    "jslices_changed jslices_row_major jslices_table layout_constraint new_ref pad pcast "
+    "pvary reshape rev scatter scatter-add scatter-mul sharding_constraint slice sort "
+    "split squeeze tile transpose xla_metadata_value".split()
 )
 
 

@@ -5,6 +5,7 @@ On a CPU under Linux the memory of temporaries can stay from one step to the nex
 
 import collections
 import ctypes
+import functools
 import math
 import os
 import platform
@@ -28,7 +29,10 @@ from jslices._place.boundary import (
 from jslices._typing import Aval, Leaf
 
 # From glibc's <malloc.h>.
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
+#: What a step on a CPU keeps: arrays below 128 MiB, which glibc would map anew from 32 on,
+#: or below, by luck of their size; larger tables are mapped, and go when they are freed.
+_OF_STEPS = ((_MMAP_THRESHOLD, 128 << 20), (_TRIM_THRESHOLD, 512 << 20))
 
 #: For gradients of so many bytes or more, a step without kept memory takes in the median
 #: 2.2 times as long as with it (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6, 1e5).
@@ -44,7 +48,8 @@ LARGE_TABLE = 2**25
 #: So many tables of one row shape compile in 1.6 (lazy) and 2.4 (exact) times the time of
 #: one array, 26 in 2.2 and 4.5 times (benchmarks/many_tables.py, on a CPU).
 MANY_TABLES = 8
-#: If 1 in the environment, the import of jslices calls :func:`keep_memory`.
+#: If 1 in the environment, the import of jslices calls :func:`keep_memory`; if 0, steps
+#: leave ``malloc`` as it is.
 VARIABLE = "JSLICES_KEEP_MEMORY"
 
 #: Of large steps on a CPU whose memory is not kept.
@@ -137,6 +142,20 @@ def keep_memory() -> None:
         if not mallopt(parameter, value):
             raise RuntimeError(f"mallopt({parameter}, {value}) was refused")
     hinted.add(_MEMORY)
+
+
+@functools.cache
+def keep_memory_of_steps() -> None:
+    """Let this process keep the memory of steps on a CPU, once one of them is traced.
+
+    Without an effect where the allocator is not glibc's or refuses, and where
+    :func:`keep_memory` keeps more already.
+    """
+    is_off = os.environ.get(VARIABLE) == "0" or _MEMORY in hinted
+    if not is_off and platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in _OF_STEPS:
+            mallopt(parameter, value)
 
 
 def keep_memory_if_set() -> None:

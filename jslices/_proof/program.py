@@ -19,6 +19,7 @@ import jax
 
 from jslices import _densify
 from jslices._proof.targets import target
+from jslices.optim.transforms.compiled import Step
 
 # --- the text ----------------------------------------------------------------------
 
@@ -472,9 +473,10 @@ def compiled(
     args = args if there is None else there.place(tuple(args))
     name = getattr(step, "__name__", "the step")
     jitted: Any = step
-    if not callable(getattr(step, "trace", None)):
+    donates = isinstance(donate_argnums, int) or bool(tuple(donate_argnums))
+    if not callable(getattr(step, "trace", None)) or (donates and isinstance(step, Step)):
         jitted = jax.jit(step, donate_argnums=donate_argnums)
-    elif isinstance(donate_argnums, int) or tuple(donate_argnums):
+    elif donates:
         raise ValueError(
             f"{name} is jitted already, and donates what its own jax.jit says; leave out "
             f"donate_argnums={donate_argnums} here, or pass the function that is not jitted"

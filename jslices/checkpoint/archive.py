@@ -412,4 +412,4 @@ def _info_of_another_tool(file: TensorFile) -> Info:
         fits = dtype in CODES and jax.dtypes.canonicalize_dtype(dtype) == dtype_named(dtype)
         specs[name] = Spec("jax" if fits else "numpy", dtype, file.shapes[name])
     starts = {name: (0,) * len(shape) for name, shape in file.shapes.items()}
-    return Info("", 0, 1, starts, specs, None, False, None)
+    return Info("", 0, 1, starts, specs, None, False, None, frozenset())

@@ -42,6 +42,7 @@ class Info:
     structure: Any  #: the tree in which the variables came, from :func:`trees.describe`.
     has_structure: bool  #: whether the structure is known.
     delta: Delta | None  #: None for a full checkpoint.
+    held: frozenset[str]  #: tables that were saved in boxes, as their rows may be behind.
 
 
 def dump_info(
@@ -76,7 +77,10 @@ def parse_info(text: str) -> Info:
     if delta is not None and shards != 1:
         raise ValueError("it is a delta of more than one file")
     structure, has_structure = raw.get("structure"), "structure" in raw
-    return Info(save_id, shard, shards, starts, specs, structure, has_structure, delta)
+    held = frozenset(_item(raw, "held", list)) if "held" in raw else frozenset()
+    return Info(
+        save_id, shard, shards, starts, specs, structure, has_structure, delta, held
+    )
 
 
 def _spec(name: str, raw: Any) -> Spec:

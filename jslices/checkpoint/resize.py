@@ -16,10 +16,18 @@ from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import canonical_indices
 from jslices._rows.ids import as_ids
 from jslices._slices import rows_at
+from jslices._slices.held import held_where, takes_held, unheld
 from jslices._typing import Params, PyTree, State
 from jslices.checkpoint import trees
 from jslices.checkpoint.state_walk import placed
-from jslices.checkpoint.trees import brief, clocks_in, listed, matching, named_leaves
+from jslices.checkpoint.trees import (
+    brief,
+    clocks_in,
+    held_leaves,
+    listed,
+    matching,
+    named_leaves,
+)
 from jslices.extend import as_transformation
 from jslices.optim.engine.clock import OTHER_NUMBERS, RowClock
 
@@ -104,6 +112,7 @@ def resize_rows(
             "resize_rows: gradients of the old tables wait in the state for the next step "
             "of multi_steps; resize it when mini_step is 0"
         )
+    fresh = unheld(fresh)
     structure: Any = jax.tree.structure(fresh)
     owners = _owners(begin, new, structure)
     for name, count in _counts_of_clocks(before).items():
@@ -119,9 +128,12 @@ def resize_rows(
     if problems:
         raise ValueError(f"resize_rows: {listed(problems)}")
     tree: Any = jax.tree.structure(start, is_leaf=is_slices)
-    return structure.unflatten(resized_params), tree.unflatten(resized_state)
+    held = dict(zip(old, held_leaves(params), strict=True))
+    params = held_where(structure.unflatten(resized_params), [held[n] for n in new])
+    return params, tree.unflatten(resized_state)
 
 
+@takes_held(like=1, part=0)
 def reset_rows(
     tx: GradientTransformation, params: Params, state: State, rows: PyTree, values: PyTree
 ) -> tuple[Params, State]:

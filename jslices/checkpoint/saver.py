@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import operator
 import os
 import re
@@ -15,6 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import InvalidArgumentError
+from jslices._densify import warn_at_line
+from jslices._slices.held import held_where, unheld
 from jslices._typing import PyTree
 from jslices.checkpoint import files, state_file, trees, writing
 from jslices.checkpoint.archive import Archive
@@ -42,6 +45,11 @@ class SaverDef:
 
 
 _PATHS = (str, os.PathLike)
+#: Of tables in boxes.
+_HELD_ALONE = (
+    "rows of {} may be behind, and the state by which they catch up is not among what is "
+    'saved: save {{"params": params, "state": state}}, or tx.now(params, state) alone'
+)
 #: Advice for arguments that only TensorFlow's Saver has.
 _INSTEAD = {
     "builder": "arrays are written as they lie on the devices: sharded=True",
@@ -284,7 +292,12 @@ class Saver:
         specs = {n: dataclasses.astuple(leaf.spec) for n, leaf in leaves.items()}
         info: dict[str, Any] = {"variables": specs}
         if self._var_list is None:
-            info["structure"] = trees.describe(variables)
+            info["structure"] = trees.describe(unheld(variables))
+        in_boxes = set(itertools.compress(names, trees.held_leaves(variables)))
+        if held := [saved for saved, name in chosen.items() if name in in_boxes]:
+            info["held"] = held
+            if not any(trees.clocks_in(leaves)):
+                warn_at_line(_HELD_ALONE.format(trees.brief(held)), category=UserWarning)
         return leaves, info
 
     def _commit(
@@ -421,7 +434,9 @@ class Saver:
         }
         whole = self._var_list is None and archive.info.has_structure
         try:
-            return trees.rebuild(archive.info.structure, leaves) if whole else leaves
+            tree = trees.rebuild(archive.info.structure, leaves) if whole else leaves
+            names, *_ = trees.named_leaves(tree) if whole else (list(leaves),)
+            return held_where(tree, [n in archive.info.held for n in names])
         except RecursionError as error:
             raise DataLossError(
                 f"{archive.prefix} cannot be read: its structure is nested too deeply; "
@@ -461,7 +476,11 @@ class Saver:
             for name, saved, spec, template in targets
         }
         leaves = [restored.get(n, x) for n, x in zip(names, templates, strict=True)]
-        return jax.tree.unflatten(structure, leaves)
+        held = [
+            is_held or saved_as.get(name) in archive.info.held
+            for name, is_held in zip(names, trees.held_leaves(variables), strict=True)
+        ]
+        return held_where(jax.tree.unflatten(structure, leaves), held)
 
     # --- retained checkpoints ---------------------------------------------------------
 

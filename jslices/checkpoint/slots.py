@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation
+from jslices._slices.held import takes_held
 from jslices._typing import Params, PyTree, State
 from jslices.checkpoint import state_walk
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
@@ -28,6 +29,7 @@ Slots = Mapping[str, Any]
 _MAX_COUNT = np.iinfo(np.int32).max
 
 
+@takes_held()
 def import_state(
     tx: GradientTransformation, params: Params, slots: PyTree, count: PyTree = None
 ) -> State:
@@ -140,6 +142,7 @@ def import_state(
     return jax.tree.unflatten(structure, leaves)
 
 
+@takes_held()
 def export_state(params: Params, state: State, names: str) -> PyTree:
     """The state of an optimizer as another library's slots: :func:`import_state` reversed.
 

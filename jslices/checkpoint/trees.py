@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jslices import IndexedSlices, InvalidArgumentError, is_slices
 from jslices._slices import opened
+from jslices._slices.held import is_held, unheld
 from jslices._typing import PyTree
 from jslices.errors import NotFoundError
 from jslices.optim.engine.clock import RowClock
@@ -34,8 +35,10 @@ def named_leaves(
 
     A name is the path of the leaf, its parts joined by ``/``: ``"params/dense/w"``,
     ``"state/0/mu/table"``. Refuses two leaves of one name, and one that cannot be stored.
+    Tables come out of their boxes.
     """
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    plain = unheld(tree)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(plain, is_leaf=is_leaf)
     names = [_path_text(path) or _ROOT for path, _ in pairs]
     check_names(names)
     if twice := _twice(names):
@@ -44,6 +47,11 @@ def named_leaves(
             "'/' means the same as a dict within a dict; rename one of them"
         )
     return names, [opened(leaf) for _, leaf in pairs], structure
+
+
+def held_leaves(tree: PyTree) -> list[bool]:
+    """Of each leaf whether it is in a box, as its rows may be behind."""
+    return [is_held(x) for x in jax.tree.leaves(tree, is_leaf=is_held)]
 
 
 def _path_text(path: tuple[Any, ...]) -> str:

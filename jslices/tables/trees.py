@@ -12,6 +12,7 @@ from jslices._densify import current_user_line
 from jslices._grad.explain import Explanation
 from jslices._lookup.mark import mark_table
 from jslices._slices import Stacked
+from jslices._slices.held import unheld
 from jslices._typing import Params, PyTree
 from jslices.extend import broadcast_prefix, is_box, unboxed, with_axes
 from jslices.optim.engine.clock import by_row, map_clocks
@@ -72,7 +73,7 @@ def stack_tables(
 
     Source: ours. FBGEMM's table-batched embeddings want a model that is written for them.
     """
-    leaves, tree = jax.tree.flatten_with_path(params, is_leaf=_is_leaf)
+    leaves, tree = jax.tree.flatten_with_path(unheld(params), is_leaf=_is_leaf)
     boxes = [x for _, x in leaves]
     arrays = [unboxed(x) for x in boxes]
     names = [jax.tree_util.keystr(x, simple=True, separator=".") for x, _ in leaves]
@@ -213,6 +214,8 @@ class Unstack:
         is_new: Callable[[Any], bool],
     ) -> Any:
         """The tree with each part of the old form in the new one."""
+        if (plain := unheld(tree)) is not tree:
+            return js.hold(self._changed(caller, wanted, plain, is_old, is_new))
         found = jax.tree.leaves(tree, is_leaf=lambda x: is_old(x) or is_new(x))
         has_old, has_new = any(map(is_old, found)), any(map(is_new, found))
         if has_new or not (has_old or all(jnp.ndim(x) == 0 for x in found)):

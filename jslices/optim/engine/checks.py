@@ -10,7 +10,12 @@ from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
 from jslices._place.boundary import platform_of
-from jslices._place.hints import HINT_BYTES, hint_large_step, hint_rows
+from jslices._place.hints import (
+    HINT_BYTES,
+    hint_large_step,
+    hint_rows,
+    keep_memory_of_steps,
+)
 from jslices._rows.access import is_below
 from jslices._slices import IndexedSlices, check_slices
 from jslices._typing import Leaf, State
@@ -83,6 +88,8 @@ def checked_gradient(
                 "sum it first: IndexedSlices(s.values.reshape(-1, *row_shape), "
                 "s.indices.reshape(-1), s.dense_shape)"
             )
+        if platform_of(grad.values) == "cpu":
+            keep_memory_of_steps()
         if is_below(HINT_BYTES - 1, grad.values.nbytes):
             hint_large_step(grad.values)
         if grad.dense_shape is None:

@@ -17,11 +17,12 @@ from jslices._arguments import check_array
 from jslices._densify import warn_at_line
 from jslices._grad.now import Missed, as_now
 from jslices._jax import flatten, is_staged, takes_tables
-from jslices._place import boundary
+from jslices._place import boundary, donated
 from jslices._place.hints import hint_dense
 from jslices._rows import access, rounding
 from jslices._rows.sums import add_rows
 from jslices._slices import IndexedSlices, Stacked, check_slices, each_shard, is_slices
+from jslices._slices.held import takes_held, unheld
 from jslices._slices.slices import deduplicated, rows_at, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.errors import InvalidArgumentError
@@ -133,7 +134,8 @@ class GradientTransformation:
         parts |= {"apply": apply, "plan": plan, "check": check}
         self._parts: dict[str, Any] = {**parts, "of_rows": of_rows, "averaged": averaged}
         self._parts["exact"] = exact
-        self.init, self._plan, self.averaged = takes_tables()(init), plan, averaged
+        self.init = takes_held()(takes_tables()(init))
+        self._plan, self.averaged = plan, averaged
         self.check: Any = check
         names = ("update", "apply", "catch_up", "flush")
         own = map(self._accepting_extra_args, names)
@@ -185,6 +187,7 @@ class GradientTransformation:
         parameters = inspect.signature(part).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
+        @takes_held(like={"apply": 2, "catch_up": 0}.get(name), part=0)
         @takes_tables(like={"apply": 2}.get(name, 0), part=0)
         @functools.wraps(part)
         def checked_part(
@@ -202,6 +205,10 @@ class GradientTransformation:
                 )
             if name in ("update", "apply"):
                 grads = _looked_at(grads, "without_numbers" in extra_args)
+                if any(map(is_slices, jax.tree.leaves(grads, is_leaf=is_leaf))):
+                    if name == "apply":
+                        args = donated.changed(args[0]), *args[1:]
+                    state = donated.changed(state, args if name == "apply" else ())
                 if self.catches_up and "at_now" not in extra_args:
                     extra_args |= _taken_now(grads)
             if self.check is not None:
@@ -289,6 +296,7 @@ class GradientTransformation:
 
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         """The same for every row, before parameters are saved."""
+        params = unheld(params)
         if self._flush is not None:
             return self._flush(params, state)  # type: ignore[no-any-return]
         params, state = self.catch_up(params, state, jax.tree.map(lambda p: True, params))
@@ -336,6 +344,7 @@ class GradientTransformation:
         One that is not, of an optimizer that knows no views, is the whole. ``caught_up``:
         whether the caller lets whatever is read as a whole catch up before.
         """
+        params = unheld(params)
         if self._catch_up is None:
             return params, [True] * len(jax.tree.leaves(params))
         every = jax.tree.map(lambda p: True, params)
@@ -360,7 +369,7 @@ class GradientTransformation:
         """
         if self._plan is None:
             return jax.tree.map(lambda g: None, grads, is_leaf=is_leaf)
-        return self._plan(grads, params, platform)
+        return self._plan(grads, unheld(params), platform)
 
 
 def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:
@@ -489,6 +498,7 @@ def widening(
     return widened
 
 
+@takes_held(like=0)
 @takes_tables(like=0)
 @boundary.one_program
 @boundary.on_any_mesh(boundary.like_first)
@@ -550,6 +560,8 @@ def apply_updates(params: Params, updates: Any, key: Key | None = None) -> Any:
     refuse_alone("apply_updates", updates, params)
     bits = None if key is None else rounding.key_bits(key, "apply_updates")
     leaves, tree = flatten(updates, is_leaf=is_leaf)
+    if any(map(is_slices, leaves)):
+        params = donated.changed(params)
 
     def added(path: str, update: Leaf, param: Leaf) -> Leaf:
         moved = update is not None and param is not None

@@ -17,6 +17,7 @@ from jslices._arguments import check_array
 from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows import access, sums
 from jslices._slices import IndexedSlices, check_slices, is_slices, rows_at
+from jslices._slices.held import takes_held
 from jslices._typing import Leaf, Params, PyTree
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
@@ -144,6 +145,7 @@ def _allowed(keep: Keep, indices: jax.Array, sizes: tuple[int, ...] | None) -> j
 # --- Norms of rows --------------------------------------------------------------------
 
 
+@takes_held(like=0)
 def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
     """Scales down the touched rows of tables whose norm exceeds a limit, in place.
 

@@ -1,7 +1,7 @@
 """A whole training step: the rows that a loss reads, its gradient, and the optimizer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +18,16 @@ from jslices._grad.call import (
 )
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
-from jslices._jax import is_staged, is_symbolic
+from jslices._jax import is_symbolic
+from jslices._place import donated
 from jslices._place.boundary import platform_of
 from jslices._place.hints import HINT_BYTES, hint_once
 from jslices._rows.access import is_below
+from jslices._slices.held import held_as, held_where, unheld
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
+from jslices.optim.transforms.compiled import Step, kept
 
 USED_WHOLE = (
     "{} is used as a whole at {}, without gradient, so that all of its rows catch up in "
@@ -33,11 +36,15 @@ USED_WHOLE = (
 )
 
 
+@kept
 def train_step(
     fun: Callable[..., Any],
     tx: GradientTransformation,
     has_aux: bool = False,
     *,
+    jit: bool = True,
+    donate: bool = True,
+    static_argnames: str | Sequence[str] = (),
     sparse: SparseSpec = None,
     exchange: ExchangeSpec = None,
 ) -> Callable[..., tuple[Any, ...]]:
@@ -109,20 +116,32 @@ def train_step(
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx))
 
-    def step(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def stepped(params: Params, state: State, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What a step returns, and which parameters may have rows that are behind."""
         if _is_state(params):
             raise TypeError("got a state first, wanted step(params, state, *batch)")
         how = {"sparse": sparse, "exchange": exchange}
-        params, state, call, planned = _of_rows_now(
+        params, state, call, planned, behind = _of_rows_now(
             fun, tx, params, state, args, kwargs, has_aux, **how
         )
         value, aux, (grads,) = differentiated(call, planned)
         if any(map(jnp.iscomplexobj, call.primals)):
             grads = tree.map(lambda g: g.conj(), grads)
         params, state = tx.apply(grads, state, params, value=value, exact=True)
-        return (params, state, value, aux) if has_aux else (params, state, value)
+        return (params, state, value, *[aux] * has_aux), behind
 
-    return step
+    @donated.kept(not donate)
+    def pure(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        (new, *others), _ = stepped(unheld(params), state, args, kwargs)
+        return held_as(params, new), *others
+
+    @donated.kept(not donate)
+    def boxed(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        (new, *others), behind = stepped(params, state, args, kwargs)
+        return held_where(new, behind), *others
+
+    how: Any = {"static_argnames": static_argnames, "donate_argnums": (0, 1)[: 2 * donate]}
+    return Step("train_step", fun, pure, boxed, jit, **how)
 
 
 def _of_rows_now(
@@ -136,24 +155,27 @@ def _of_rows_now(
     *,
     sparse: SparseSpec = None,
     exchange: ExchangeSpec = None,
-) -> tuple[Params, State, UserCall, Planned]:
+) -> tuple[Params, State, UserCall, Planned, list[bool]]:
     """The call ``fun(tx.now(params, state), *args)``, which reads rows alone.
 
     And the parameters and state of it, in which arrays that it uses as a whole have caught
-    up.
+    up, and of each array whether rows of it may be behind after a step.
     """
     by_rows: list[bool] = []
+    behind: list[bool] = []
 
     @functools.wraps(fun)
     def fun_of_now(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         now, by_rows[:] = tx.now_with(params, state, caught_up=True)
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(now), by_rows, strict=True)
+        behind[:] = [not rows or old is not new for old, new, rows in pairs]
         return fun(now, *args, **kwargs)
 
     call = UserCall(fun_of_now, 0, (params, state, *args), kwargs, has_aux, inputs=[1])
     check_inputs(call, holomorphic=False, allow_int=False)
     planned = plan_call(call, sparse, exchange)
     if not tx.catches_up:
-        return params, state, call, planned
+        return params, state, call, planned, behind
     for i, line in planned.whole_lines.items():
         if is_below(HINT_BYTES, planned.leaves[i].num_bytes):
             what = ("whole", planned.leaves[i].name, line)
@@ -168,10 +190,17 @@ def _of_rows_now(
     ids = call.mirror(True if i in of_all else leaf_ids(x) for i, x in enumerate(rows))
     params, state = tx.catch_up(params, state, ids)
     planned = planned.with_caught_up(of_all | first)
-    return params, state, call.at(params, state), planned
+    behind = [x and i not in of_all for i, x in enumerate(behind)]
+    return params, state, call.at(params, state), planned, behind
 
 
-def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[..., Any]:
+@kept
+def eval_step(
+    fun: Callable[..., Any],
+    tx: GradientTransformation,
+    *,
+    static_argnames: str | Sequence[str] = (),
+) -> Callable[..., Any]:
     """A function of parameters as they are now, after all missed steps: for evaluation.
 
     Under ``untouched="exact"`` rows wait for the next step that reads them, and the
@@ -218,21 +247,16 @@ def eval_step(fun: Callable[..., Any], tx: GradientTransformation) -> Callable[.
         raise TypeError(_not_ours(tx, "eval_step"))
 
     def evaluate(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
+        params = unheld(params)
         if not tx.catches_up:
             return fun(params, *args, **kwargs)
         alone = lambda *args, **kwargs: (jnp.zeros(()), fun(*args, **kwargs))  # noqa: E731
         functools.update_wrapper(alone, fun)
-        *_, call, planned = _of_rows_now(alone, tx, params, state, args, kwargs, True)
+        *_, call, planned, _ = _of_rows_now(alone, tx, params, state, args, kwargs, True)
         return evaluated(call, planned)
 
-    compiled = jax.jit(evaluate)
-
-    @functools.wraps(fun)
-    def of_now(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
-        is_traced = is_staged()
-        return (evaluate if is_traced else compiled)(params, state, *args, **kwargs)
-
-    return of_now
+    how = {"static_argnames": static_argnames}
+    return Step("eval_step", fun, evaluate, evaluate, True, **how)
 
 
 def _is_a_pass(planned: Planned, leaf: int) -> bool:
