@@ -40,7 +40,7 @@ def loss(params, counts, ids, clicked):
 
 def contenders(rate):
     """``{name: (step, tx)}``."""
-    clip, ours = js.optim.clip_global_norm(1.0), js.optim.chain
+    clip, ours = js.optim.clip_by_global_norm(1.0), js.optim.chain
     exact = ours(clip, js.adamw(rate, untouched="exact"))
     lazy = ours(clip, js.adamw(rate))
     dense = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))

@@ -13,11 +13,11 @@ import pathlib
 
 import jax
 
+from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 from jslices.bench.compiled import DENSE, ROWS, sides
 from jslices.bench.sizes import Sizes
 from jslices.bench.table import NONE
-from jslices.proof.cost import cost_of
-from jslices.proof.targets import target
 
 DEVICES = ["v5e", "v6e", "h100"]
 OPTIMIZERS = ["sgd", "adagrad", "adam", "adam exact"]

@@ -21,8 +21,8 @@ from flax import nnx
 from turns import Stopwatch, in_turns
 
 import jslices as js
-from jslices.proof.cost import cost_of
-from jslices.proof.targets import target
+from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 from jslices.tables import stack_tables
 
 DIM, ROWS, BATCH = 16, 1_500, 128

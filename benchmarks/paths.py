@@ -30,7 +30,7 @@ import jslices as js
 PACKAGE = pathlib.Path(js.__file__).parent
 DEVICES = 8
 V, K, D = 100_000, 10_000, 64
-LAZY, EXACT = "lazy Adam, update and apply_updates", "exact_step of Adam"
+LAZY, EXACT = "lazy Adam, update and apply_updates", "train_step of exact Adam"
 FIGURES = ["files", "functions", "changes of file"]
 LINES, ENGINE_LINES = "lines of the package", "lines of optim/engine"
 GATES = {EXACT: (20, 300, 600), LAZY: (12, 140, 200), LINES: 38_000, ENGINE_LINES: 2_300}
@@ -107,7 +107,7 @@ def paths():
     found = {
         "value_and_grad": figures_of(js.value_and_grad(loss), params, *batch),
         LAZY: figures_of(update, grads, state, params),
-        EXACT: figures_of(js.optim.exact_step(loss, exact), params, exact_state, *batch),
+        EXACT: figures_of(js.train_step(loss, exact), params, exact_state, *batch),
     }
     mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,))
     shardings = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("x",), ()))
@@ -167,7 +167,7 @@ def main():
     add = parser.add_argument
     add("--gates", action="store_true", help="exit status 1 if a figure is above its gate")
     options = parser.parse_args()
-    warnings.simplefilter("ignore", js.optim.PerformanceHint)
+    warnings.simplefilter("ignore", js.PerformanceHint)
     above = []
     print("| path |", " | ".join(FIGURES), "|\n|---|---:|---:|---:|")
     for path, figures in paths().items():

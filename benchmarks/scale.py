@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 import jslices as js
 from jslices._densify import human_bytes
-from jslices.proof.cost import cost_of
-from jslices.proof.targets import target
+from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 # Devices, rows, their length and dtype, and an optimizer whose state they have room for.
 CASES = [
@@ -159,7 +159,7 @@ def main():
     add("--ids", type=int, default=IDS, help="that each device looks up")
     options = parser.parse_args()
     warnings.simplefilter("ignore", js.DensificationWarning)
-    warnings.simplefilter("ignore", js.optim.PerformanceHint)
+    warnings.simplefilter("ignore", js.PerformanceHint)
     heading = ["devices", "V", "rows", "way", "received, by formula", "compiled"]
     heading += ["table and state", "temporaries", "compiled in, s"]
     print(f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}", sep="\n")

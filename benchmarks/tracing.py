@@ -69,7 +69,7 @@ def dense_step(schedule):
 
 def row_step(schedule, untouched):
     adamw = js.adamw(schedule, untouched=untouched)
-    tx = js.optim.chain(js.optim.clip_global_norm(1.0), adamw)
+    tx = js.optim.chain(js.optim.clip_by_global_norm(1.0), adamw)
     return tx, js.train_step(loss, tx)
 
 

@@ -76,9 +76,12 @@ def fenced(text: str) -> str:
 
 
 def source_of(obj: griffe.Object) -> str:
-    """The address of the lines that define a name."""
+    """The lines that define a name, a link where the package has an address."""
     path = pathlib.Path(str(obj.filepath)).relative_to(ROOT)
-    return f"{REPOSITORY}/blob/main/{path}#L{obj.lineno}-L{obj.endlineno}"
+    if not REPOSITORY:
+        return f"`{path}:{obj.lineno}`{{.source}}"
+    lines = f"{path}#L{obj.lineno}-L{obj.endlineno}"
+    return f"[[source]]({REPOSITORY}/blob/main/{lines}){{.source}}"
 
 
 class Docstrings(griffe.Extension):
@@ -93,7 +96,7 @@ class Docstrings(griffe.Extension):
         text = re.sub(rf"^({PARAGRAPHS}): ", r"**\1:** ", text, flags=re.M)
         text = re.sub(r"^Example:$", "Examples:", text, flags=re.M)
         if not obj.is_module:
-            text += f"\n\n[[source]]({source_of(obj)}){{.source}}"
+            text += f"\n\n{source_of(obj)}"
         obj.docstring.value = text
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:

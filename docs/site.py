@@ -30,8 +30,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             described = f"![{alt}]({path.stem}_{picture})"
             text = text.replace(f"![png]({picture})", described)
             files.append(File.generated(config, name, content=data))
-        text = re.sub(r"!\[Open in Colab\]\([^)]*\)", "Open in Colab", text)
         text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
+        text = text.replace("](../docs/", "](../")
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
     return files
 

@@ -175,7 +175,8 @@ def optimizer(params, rate):
     """Clipping over all parameters, then a step for tables and one for layers."""
     steps = {"tables": js.rowwise_adagrad(10 * rate), "layers": js.adam(rate)}
     labels = {name: "tables" if name == "tables" else "layers" for name in params}
-    return js.optim.chain(js.optim.clip_global_norm(1.0), js.optim.partition(steps, labels))
+    clip = js.optim.clip_by_global_norm(1.0)
+    return js.optim.chain(clip, js.optim.partition(steps, labels))
 
 
 def start(params, tx):

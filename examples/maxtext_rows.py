@@ -1,6 +1,6 @@
 """MaxText with its table by rows: exact AdamW, by its own schedule, equal to its own AdamW.
 
-    pip install "maxtext[tpu]==0.2.5" jslices          # ran with jax 0.12.0.1, on a CPU
+    pip install "maxtext[tpu]==0.2.5" .                # ran with jax 0.12.0.1, on a CPU
     JAX_PLATFORMS=cpu python examples/maxtext_rows.py --vocabulary 50000
 
 Trains a small decoder twice for 20 steps, on MaxText's synthetic tokens: as it is, and

@@ -14,18 +14,11 @@ static capacity for unique rows, ``B`` the batch. *ids* are what one passes to a
 import importlib as _importlib
 import typing as _t
 
+from jslices import errors as errors
 from jslices import optim as optim
 from jslices import tree as tree
 from jslices._densify import DenseUseError as DenseUseError
 from jslices._densify import DensificationWarning as DensificationWarning
-from jslices._errors import CancelledError as CancelledError
-from jslices._errors import DataLossError as DataLossError
-from jslices._errors import DeadlineExceededError as DeadlineExceededError
-from jslices._errors import FailedPreconditionError as FailedPreconditionError
-from jslices._errors import InvalidArgumentError as InvalidArgumentError
-from jslices._errors import NotFoundError as NotFoundError
-from jslices._errors import OutOfRangeError as OutOfRangeError
-from jslices._errors import UnavailableError as UnavailableError
 from jslices._exchange.all_reduce import all_reduce_slices as all_reduce_slices
 from jslices._exchange.plan import Exchange as Exchange
 from jslices._exchange.spread import spread_ids as spread_ids
@@ -50,6 +43,7 @@ from jslices._lookup.sampled import nce_loss as nce_loss
 from jslices._lookup.sampled import sampled_softmax_loss as sampled_softmax_loss
 from jslices._names import no_such_name as _no_such_name
 from jslices._place.boundary import row_major as row_major
+from jslices._place.hints import PerformanceHint as PerformanceHint
 from jslices._place.hints import keep_memory as keep_memory
 from jslices._place.hints import keep_memory_if_set as _keep_memory_if_set
 from jslices._place.placement import padded_rows as padded_rows
@@ -73,6 +67,7 @@ from jslices._slices import IndexedSlices as IndexedSlices
 from jslices._slices import concat_slices as concat_slices
 from jslices._slices import is_slices as is_slices
 from jslices._slices.held import hold as hold
+from jslices.errors import InvalidArgumentError as InvalidArgumentError
 from jslices.optim import GradientTransformation as GradientTransformation
 from jslices.optim import adadelta as adadelta
 from jslices.optim import adafactor as adafactor
@@ -91,7 +86,7 @@ from jslices.optim import rmsprop as rmsprop
 from jslices.optim import rowwise_adagrad as rowwise_adagrad
 from jslices.optim import sgd as sgd
 from jslices.optim.transforms.accumulate import accumulate_gradients as accumulate_gradients
-from jslices.optim.transforms.accumulate import reduce_stacked as reduce_stacked
+from jslices.optim.transforms.accumulate import sum_stacked as sum_stacked
 from jslices.optim.transforms.clip import clip_by_average_norm as clip_by_average_norm
 from jslices.optim.transforms.clip import clip_by_global_norm as clip_by_global_norm
 from jslices.optim.transforms.clip import clip_by_norm as clip_by_norm
@@ -131,6 +126,7 @@ _LAZY = {
 }
 
 __all__ = sorted({name for name in dir() if not name.startswith("_")} | {*_LAZY})
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> _t.Any:
@@ -139,7 +135,3 @@ def __getattr__(name: str) -> _t.Any:
     module = _importlib.import_module(_LAZY[name])
     value = globals()[name] = getattr(module, name, module)
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._errors import InvalidArgumentError
+from jslices.errors import InvalidArgumentError
 
 
 class Domain(Protocol):

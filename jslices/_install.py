@@ -1,15 +1,11 @@
-"""The command that installs jslices. It is in no registry yet: once it is, this changes."""
-
-#: For pip, with room for extras. The address is that of pyproject.toml.
-REQUIREMENT = "jslices{extras} @ git+https://github.com/jslices/jslices"
+"""The command that installs jslices, which is in no registry, and has no address yet."""
 
 
-def install_command(extra: str = "") -> str:
-    """The command that installs jslices with an optional part, for messages and pages.
+def install_command(extra: str) -> str:
+    """The command that installs an optional part, for messages.
 
     Example:
       >>> print(install_command("keras"))
-      pip install "jslices[keras] @ git+https://github.com/jslices/jslices"
+      pip install ".[keras]" in a checkout of jslices
     """
-    requirement = REQUIREMENT.format(extras=f"[{extra}]" if extra else "")
-    return f'pip install "{requirement}"'
+    return f'pip install ".[{extra}]" in a checkout of jslices'

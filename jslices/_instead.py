@@ -5,7 +5,6 @@ import traceback
 
 #: Optax's name -> ours, where they differ.
 _OF_OPTAX = {
-    "clip_by_global_norm": "jslices.optim.clip_global_norm",
     "add_decayed_weights": "weight_decay= of jslices.sgd or jslices.adamw",
     "scale": "jslices.sgd or jslices.optim.scale",
     "scale_by_adam": "jslices.adam for optax.adam, jslices.adamw(rate, b1, b2, "

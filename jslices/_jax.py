@@ -33,13 +33,7 @@ from jax._src.interpreters import pxla
 from jax._src.random import prng
 from jax._src.random.prng import PRNGKeyArray as KeyArray
 from jax.export import is_symbolic_dim
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    Primitive,
-    get_opaque_trace_state,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, get_opaque_trace_state
 from jax.extend.random import define_prng_impl
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe

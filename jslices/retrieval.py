@@ -12,7 +12,16 @@ from jax import lax
 from jax.typing import ArrayLike
 
 import jslices as js
-from jslices import extend
+from jslices._arguments import Number
+from jslices._place.boundary import like_first, on_any_mesh
+from jslices._place.placement import Placement, on_each_device, placement_at_hand
+from jslices._rows.access import index_dtype
+from jslices._rows.ids import as_ids, settle
+from jslices._rows.sums import sum_dtype
+from jslices.extend import unboxed
+
+__all__ = ["in_batch_softmax_loss", "top_k"]
+__dir__ = __all__.copy
 
 
 def top_k(
@@ -62,7 +71,7 @@ def top_k(
     table, queries, dtype = _floats("top_k", table=table, queries=queries)
     shape = queries.shape[:-1]
     nothing = jnp.zeros((*shape, 0), jnp.int32)
-    seen = extend.as_ids(nothing if exclude is None else exclude, "top_k", "exclude")
+    seen = as_ids(nothing if exclude is None else exclude, "top_k", "exclude")
     fits = table.ndim == 2 and len(table) and queries.shape[-1:] == table.shape[1:]
     if not fits or seen.ndim != queries.ndim or seen.shape[:-1] != shape:
         raise js.InvalidArgumentError(
@@ -72,12 +81,12 @@ def top_k(
     of_size = min(2**20, max(2**12, 2**22 // max(1, math.prod(shape))))
     block = of_size if block is None else block
     for name, value in (("k", k), ("block", block)):
-        extend.Number(at_least=1, integer=True).check("top_k", name, value)
-    mesh, placement = jax.sharding.get_abstract_mesh(), extend.placement_at_hand(table)
+        Number(at_least=1, integer=True).check("top_k", name, value)
+    mesh, placement = jax.sharding.get_abstract_mesh(), placement_at_hand(table)
     if isinstance(table, jax.core.Tracer):
         by_one_axis = mesh.are_all_axes_auto and len(mesh.axis_names) == 1
         if by_one_axis and mesh.size > 1 and not len(table) % mesh.size:
-            placement = extend.Placement(mesh, (mesh.axis_names,))
+            placement = Placement(mesh, (mesh.axis_names,))
     elif placement:  # of a constant of a program no type tells the devices
         devices: Any = table.sharding
         placement = dataclasses.replace(placement, mesh=devices.mesh)
@@ -125,7 +134,7 @@ def in_batch_softmax_loss(
     """
     caller = "in_batch_softmax_loss"
     queries, items, dtype = _floats(caller, queries=queries, items=items)
-    ids = extend.as_ids(item_ids, caller, "item_ids")
+    ids = as_ids(item_ids, caller, "item_ids")
     bias = jnp.zeros(ids.shape, dtype) if log_q is None else jnp.asarray(log_q, dtype)
     rows_fit = queries.ndim == 2 and queries.shape == items.shape
     if not (rows_fit and ids.shape == bias.shape == queries.shape[:1]):
@@ -139,20 +148,20 @@ def in_batch_softmax_loss(
 def _floats(caller: str, **arrays: Any) -> list[Any]:
     """The arrays, and a dtype of 32 bits or more for sums of both."""
     for name, x in arrays.items():
-        arrays[name] = x = jnp.asarray(extend.unboxed(x))
+        arrays[name] = x = jnp.asarray(unboxed(x))
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{caller} wants {name} of floats, got {x.dtype}")
-    wide = (extend.sum_dtype(x.dtype) for x in arrays.values())
+    wide = (sum_dtype(x.dtype) for x in arrays.values())
     return [*arrays.values(), jnp.promote_types(*wide)]
 
 
 def _by_query(queries: jax.Array, *rest: Any) -> jax.NamedSharding | None:
     """The type of results of which each query has one, or a row."""
-    split: Any = extend.like_first(queries)
+    split: Any = like_first(queries)
     return split and jax.NamedSharding(split.mesh, jax.P(*split.spec[: queries.ndim - 1]))
 
 
-@extend.on_any_mesh(_by_query)
+@on_any_mesh(_by_query)
 def _in_batch_loss(
     queries: jax.Array, items: jax.Array, ids: jax.Array, log_q: jax.Array
 ) -> jax.Array:
@@ -162,15 +171,15 @@ def _in_batch_loss(
     return jax.nn.logsumexp(logits, -1) - jnp.diagonal(logits)
 
 
-@extend.on_any_mesh(_by_query)
+@on_any_mesh(_by_query)
 @functools.partial(jax.jit, static_argnames=("k", "block", "place"))
 def _top_k(
-    *arrays: jax.Array, k: int, block: int, place: extend.Placement | None
+    *arrays: jax.Array, k: int, block: int, place: Placement | None
 ) -> tuple[jax.Array, jax.Array]:
     queries, table, seen = map(lax.stop_gradient, arrays)
     shape, dtype = queries.shape[:-1], queries.dtype
-    count, id_dtype = math.prod(shape), extend.index_dtype(len(table), np.dtype("int32"))
-    seen = extend.settle(seen, len(table), "fill").reshape(count, seen.shape[-1])
+    count, id_dtype = math.prod(shape), index_dtype(len(table), np.dtype("int32"))
+    seen = settle(seen, len(table), "fill").reshape(count, seen.shape[-1])
     queries = queries.reshape(count, queries.shape[-1])
 
     def best(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -211,7 +220,7 @@ def _top_k(
         copies = math.prod(place.mesh.shape[axis] for axis in place.repeated)
         split = jax.P(() if count % copies else place.repeated)
         specs, first = (place.by_rows, split, split, place.by_rows), place.numbers()
-        each = extend.on_each_device(place, search, specs, split, whole_rows=False)
+        each = on_each_device(place, search, specs, split, whole_rows=False)
     scores, ids = each(table, queries, seen, first)
     ids = jnp.where(scores == -jnp.inf, -1, ids)
     return scores.reshape(*shape, k), ids.reshape(*shape, k)

@@ -21,11 +21,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jslices.extend import Params, RowClock, State, map_clocks, unboxed
-from jslices.proof import cost, dense, in_place, program, wire
-from jslices.proof.program import Memory
-from jslices.proof.targets import target
-from jslices.proof.wire import Collective, Traffic
+from jslices._proof import cost, dense, in_place, program, wire
+from jslices._proof.program import Memory
+from jslices._proof.targets import target
+from jslices._proof.wire import Collective, Traffic
+from jslices._typing import Params, State
+from jslices.extend import unboxed
+from jslices.optim.engine.clock import RowClock, map_clocks
 
 __all__ = [
     "Collective",
@@ -39,6 +41,7 @@ __all__ = [
     "devices",
     "offloads",
 ]
+__dir__ = __all__.copy
 
 #: Smaller arrays are ignored.
 MIN_BYTES = 10**6

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef
 
-from jslices._names import no_such_name as _no_such_name
+from jslices._names import no_such_name, public
 from jslices._slices import is_slices
 from jslices._typing import PyTree
 
@@ -98,5 +98,8 @@ def to_dense(tree: PyTree) -> Any:
     return map(lambda x: x.to_dense() if is_slices(x) else x, tree)
 
 
+__all__, __dir__ = public(__name__)
+
+
 def __getattr__(name: str) -> Any:
-    _no_such_name(__name__, name)
+    no_such_name(__name__, name)

@@ -3,10 +3,10 @@
     python notebooks/run.py                      # all of them
     python notebooks/run.py quickstart           # some of them
     python notebooks/run.py --quick quickstart   # small and fast; stores nothing
-    python notebooks/run.py --frame              # runs nothing: the address has changed
+    python notebooks/run.py --frame              # runs nothing: the first cell has changed
 
 What all notebooks share is written into them here: the first cell, which installs the
-package where it is missing, and the address behind the badge in the second. A digest of the
+package where it is missing. A digest of the
 code is stored beside the outputs, so that a test can say when they are stale. The picture
 of the cell tagged ``cover`` (or the first one) also goes into pictures/, for README.md.
 What a picture shows, for those who cannot see it, is ``alt`` in the metadata of its cell.
@@ -23,34 +23,23 @@ import pathlib
 import re
 import sys
 import tempfile
-import tomllib
 
 import nbclient
 import nbformat
 
-from jslices.extend import install_command
-
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROOT = FOLDER.parent
-with open(ROOT / "pyproject.toml", "rb") as file:
-    REPOSITORY = tomllib.load(file)["project"]["urls"]["Repository"]
 
-INSTALL = f"""\
-# Installs jslices and what this notebook needs where it is missing, on Colab for example.
+INSTALL = """\
+# Installs jslices and what this notebook needs where it is missing: from the checkout that
+# it is in, or on Colab from a wheel that you upload (`pip wheel --no-deps .` makes one).
+import glob
 import importlib.util
 
 if importlib.util.find_spec("jslices") is None:
-    %{install_command("notebooks").replace("install", "install -q")}\
+    place = next(iter(glob.glob("jslices-*.whl")), "..")
+    %pip install -q "{place}[notebooks]"\
 """
-
-
-def badge(name: str) -> str:
-    """The line that opens the notebook `name` on Colab."""
-    place = REPOSITORY.removeprefix("https://github.com/")
-    return (
-        "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-        f"(https://colab.research.google.com/github/{place}/blob/main/notebooks/{name}.ipynb)"
-    )
 
 
 def digest(notebook: nbformat.NotebookNode) -> str:
@@ -69,14 +58,6 @@ def in_full(source: str) -> str:
             last = firsts[node.orelse.lineno - 1] + node.orelse.col_offset
             code = code[:first] + b"\0" * (last - first) + code[last:]
     return code.replace(b"\0", b"").decode()
-
-
-def frame(notebook: nbformat.NotebookNode, name: str) -> None:
-    """Writes the first cell and the badge, the second cell's last line."""
-    install, title = notebook.cells[:2]
-    install.source = INSTALL
-    text = re.sub(r"\n*\[!\[Open in Colab\].*", "", title.source)
-    title.source = f"{text}\n\n{badge(name)}"
 
 
 def execute(notebook: nbformat.NotebookNode, folder: str, quick: bool) -> None:
@@ -135,7 +116,7 @@ def main() -> None:
     for name in args.names or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
         path = FOLDER / f"{name}.ipynb"
         notebook = nbformat.read(path, as_version=4)
-        frame(notebook, name)
+        notebook.cells[0].source = INSTALL
         if args.frame:
             nbformat.write(notebook, path)
             continue

@@ -14,8 +14,8 @@ from quick_flags import WITHOUT_FUSION_EMITTERS
 
 import jslices as js
 import jslices.testing
-from jslices.proof.cost import cost_of
-from jslices.proof.targets import target
+from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -16,8 +16,8 @@ from helpers import cost_on, needs_device, slow_unless
 
 import jslices as js
 from jslices import dynamic
-from jslices.proof.cost import cost_of
-from jslices.proof.targets import target
+from jslices._proof.cost import cost_of
+from jslices._proof.targets import target
 
 V, K = 1_000_000, 2_000  # with more ids compilers take longer
 #: With few XLA lays short rows that are written twice out by columns, and copies the table.
@@ -224,7 +224,7 @@ def test_the_types_of_arrays_on_a_mesh_suffice_to_compile_for_its_tpus(untouched
 
     args = js.row_major(jax.tree.map(placed, arguments(tx, (dim,))))
     loss = lambda params, ids: jnp.mean(jnp.tanh(params["table"][ids]) ** 2)  # noqa: E731
-    step = js.optim.exact_step(loss, tx, exchange=js.Exchange(*mesh.axis_names))
+    step = js.train_step(loss, tx, exchange=js.Exchange(*mesh.axis_names))
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
     assert cost_of(compiled).copies == 0
     params, state, _ = compiled.output_formats
@@ -233,14 +233,14 @@ def test_the_types_of_arrays_on_a_mesh_suffice_to_compile_for_its_tpus(untouched
 
 
 WRAPPED = {
-    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), js.adam(0.1)),
+    "chain": js.optim.chain(js.optim.clip_by_global_norm(1.0), js.adam(0.1)),
     "masked": js.optim.masked(js.adam(0.1), {"table": True, "w": False}),
     "freeze_rows": js.optim.freeze_rows(
         js.adam(0.1), {"table": lambda r: r < 9, "w": None}
     ),
     "from_optax": js.optim.from_optax(optax.adam(0.1)),
     "exact": js.optim.chain(
-        js.optim.clip_global_norm(1.0), js.adam(0.1, untouched="exact")
+        js.optim.clip_by_global_norm(1.0), js.adam(0.1, untouched="exact")
     ),
     "frozen and exact": js.optim.freeze_rows(
         js.adam(0.1, untouched="exact"), {"table": lambda r: r < 9, "w": None}

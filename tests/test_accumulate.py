@@ -36,11 +36,11 @@ def by_helper(params, batches):
 
 def by_own_scan(params, batches):
     step = lambda carry, ids: (carry, js.value_and_grad(loss)(params, ids))  # noqa: E731
-    return js.reduce_stacked(jax.lax.scan(step, None, batches)[1])
+    return js.sum_stacked(jax.lax.scan(step, None, batches)[1])
 
 
 def by_vmap(params, batches):
-    return js.reduce_stacked(
+    return js.sum_stacked(
         jax.vmap(lambda ids: js.value_and_grad(loss)(params, ids))(batches)
     )
 
@@ -87,7 +87,7 @@ def test_dtypes_none_and_tuples():
         return (rows, None), hits, batch["x"].astype(jnp.float16), batch["x"][0] > 1
 
     by_helper = lambda b, r: js.accumulate_gradients(f, b, r)  # noqa: E731
-    by_vmap = lambda b, r: js.reduce_stacked(jax.vmap(f)(b), r)  # noqa: E731
+    by_vmap = lambda b, r: js.sum_stacked(jax.vmap(f)(b), r)  # noqa: E731
     for way in (by_helper, by_vmap):
         both = fast_jit(lambda b, way=way: {r: way(b, r) for r in ("mean", "sum")})(batches)
         (rows, nothing), hits, halves, yes = both["mean"]
@@ -113,7 +113,7 @@ def test_no_rows_and_empty_rows(shape):
     @fast_jit
     def measure(g):
         total, count = js.per_example_global_norm_clip(g, 1.0)
-        sums = js.reduce_stacked(g).to_dense(), total.to_dense()
+        sums = js.sum_stacked(g).to_dense(), total.to_dense()
         return sums, count, js.per_example_norms(g), js.global_norm(g), js.all_finite(g)
 
     sums, count, norms, norm, finite = measure(empty)
@@ -143,21 +143,21 @@ def test_16_bit_rows_are_added_in_float32():
     @fast_jit
     def sums(ones):
         tree = {"rows": stacked(ones), "dense": ones[:, 0]}
-        found = js.reduce_stacked(tree, "sum"), js.accumulate_gradients(f, ones, "sum")
+        found = js.sum_stacked(tree, "sum"), js.accumulate_gradients(f, ones, "sum")
         return [x.values if js.is_slices(x) else x for x in js.tree.leaves(found)]
 
     for found in sums(ones):
         assert np.asarray(found).ravel()[0] == 4096
     # A mean of float16 whose sum overflows is finite.
     big = np.full((8, 1, 1), 60_000, np.float16)
-    assert np.asarray(fast_jit(js.reduce_stacked)(stacked(big)).values)[0] == 60_000
+    assert np.asarray(fast_jit(js.sum_stacked)(stacked(big)).values)[0] == 60_000
 
 
 def test_several_leading_axes_lose_the_first():
     values = np.arange(24, dtype=np.float32).reshape(2, 3, 4, 1)
     indices = np.arange(24).reshape(2, 3, 4) % 5
     stacked = js.IndexedSlices.tree_unflatten((5, 1), (values, indices))
-    out = fast_jit(lambda tree: js.reduce_stacked(tree, "sum"))(stacked)
+    out = fast_jit(lambda tree: js.sum_stacked(tree, "sum"))(stacked)
     assert out.indices.shape == (3, 5)
     wanted = np.zeros((3, 5, 1))
     np.add.at(wanted, (np.arange(3)[:, None], indices), values)
@@ -219,7 +219,7 @@ def test_errors():
     rows = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([3]), (9, 2))
     for call in (
         lambda: js.accumulate_gradients(f, jnp.ones(3), "max"),
-        lambda: js.reduce_stacked(jnp.ones(3), "max"),
+        lambda: js.sum_stacked(jnp.ones(3), "max"),
     ):
         with pytest.raises(ValueError, match=r"reduction='max'\): wanted .mean. or"):
             call()
@@ -227,6 +227,6 @@ def test_errors():
         with pytest.raises(ValueError, match=r"one leading axis .*reshape"):
             js.accumulate_gradients(f, bad)
     for bad in (rows, [], (jnp.ones(3), jnp.ones(2)), jnp.float32(1)):
-        with pytest.raises(ValueError, match=r"reduce_stacked wants .* one leading axis"):
-            js.reduce_stacked(bad)
-    chex.assert_trees_all_equal(js.reduce_stacked([None, jnp.ones((2, 1))])[1], jnp.ones(1))
+        with pytest.raises(ValueError, match=r"sum_stacked wants .* one leading axis"):
+            js.sum_stacked(bad)
+    chex.assert_trees_all_equal(js.sum_stacked([None, jnp.ones((2, 1))])[1], jnp.ones(1))

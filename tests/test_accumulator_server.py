@@ -423,7 +423,7 @@ for name, argument in ("serve", {"mean": mean}), ("connect", "h:1"):
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LONG)
-    assert done.stdout.count('pip install "jslices[serve]') == 2, done.stderr
+    assert done.stdout.count('pip install ".[serve]"') == 2, done.stderr
 
 
 # --- threads and processes ------------------------------------------------------------

@@ -248,7 +248,7 @@ def test_takes_of_many_sizes_get_a_hint_and_of_one_size_none():
     for rows in (3, 4, 5, 4, 3):
         assert take(rows).indices.size == rows
     said = r"4 numbers of rows were taken, \[3, 4, 5, 33\], .*\(num_required, size=64\)"
-    with pytest.warns(js.optim.PerformanceHint, match=said):
+    with pytest.warns(js.PerformanceHint, match=said):
         take(33)
     jitted = jax.jit(js.IndexedSlices.to_dense)
     for rows in (6, 7, 8, 9):

@@ -70,7 +70,7 @@ LAST = {"adam": js.adam(0.1), "clip": js.optim.clip(0.5), "optax": optax.trace(0
 
 @pytest.mark.parametrize("last", LAST)
 def test_a_chain_applies_what_its_links_update(last):
-    clips = js.optim.clip_global_norm(0.3), js.optim.clip(0.1)
+    clips = js.optim.clip_by_global_norm(0.3), js.optim.clip(0.1)
     tx, rng = js.optim.chain(*clips, LAST[last]), np.random.default_rng(2)
     params = rng_tree(rng)
     grads = {"table": slices_of(rng, [1, 1, 4]), "w": jnp.ones_like(params["w"])}

@@ -158,7 +158,7 @@ def test_what_is_no_array_is_refused(value):
         lambda: js.clip_by_value(value, -1, 1),
         lambda: js.clip_by_value(PARAMS["w"], value, 1),
         lambda: js.accumulate_gradients(lambda x: x, {"w": value}),
-        lambda: js.reduce_stacked(wrong),
+        lambda: js.sum_stacked(wrong),
         lambda: js.mask_rows(value, jnp.ones(4, bool)),
         lambda: js.project_rows(value, TABLE, 1.0),
     ):

@@ -174,7 +174,7 @@ def test_a_use_of_the_whole_hints_at_its_line():
         jax.eval_shape(js.train_step(loss, tx, has_aux=True), params, state, ids)
 
     traced(lambda table, ids: table[ids[::-1]].max())
-    with pytest.warns(js.optim.PerformanceHint, match=r"whole.*test_around.*table\.mean"):
+    with pytest.warns(js.PerformanceHint, match=r"whole.*test_around.*table\.mean"):
         traced(lambda table, ids: table.mean())
 
 

@@ -19,7 +19,7 @@ OPTIMIZERS = {
     "partial": js.partial_rowwise_adam(0.1),
     "rowwise": js.rowwise_adagrad(0.1),
     "factored": js.adafactor(0.1, min_dim_size_to_factor=1),
-    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), EXACT),
+    "chain": js.optim.chain(js.optim.clip_by_global_norm(1.0), EXACT),
     "by_label": js.optim.partition(
         {"a": EXACT, "b": js.rowwise_adagrad(0.1)},
         lambda params: jax.tree.map(lambda x: "a" if x.ndim == 2 else "b", params),

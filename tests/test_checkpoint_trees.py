@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jslices as js
 from jslices.checkpoint.leaves import Leaf, Piece, Rows, Spec, as_leaf, restore_like
 from jslices.checkpoint.tensors import TensorFile
+from jslices.errors import DataLossError, NotFoundError
 
 
 class Point(NamedTuple):
@@ -192,11 +193,11 @@ def test_an_index_of_safetensors_files(tmp_path):
     np.testing.assert_array_equal(restored["a"], tree["a"][1:])
     np.testing.assert_array_equal(js.Saver().restore(path, {"b": tree["b"]})["b"], [1, 1])
     for text, error, message in [
-        ('{"weight_map": {}}', js.DataLossError, "does not name the tensors that"),
-        ('{"weight_map": {"c": "b.safetensors"}}', js.DataLossError, "does not name the"),
-        ('{"weight_map": {"c": "c.safetensors"}}', js.NotFoundError, r"not there: .*c\."),
-        ("[" * 100_000, js.DataLossError, "index.json is no index of safetensors files"),
-        ('{"weight_map": [1]}', js.DataLossError, "is no index of safetensors files"),
+        ('{"weight_map": {}}', DataLossError, "does not name the tensors that"),
+        ('{"weight_map": {"c": "b.safetensors"}}', DataLossError, "does not name the"),
+        ('{"weight_map": {"c": "c.safetensors"}}', NotFoundError, r"not there: .*c\."),
+        ("[" * 100_000, DataLossError, "index.json is no index of safetensors files"),
+        ('{"weight_map": [1]}', DataLossError, "is no index of safetensors files"),
     ]:
         path.write_text(text)
         with pytest.raises(error, match=message):

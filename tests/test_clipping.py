@@ -267,9 +267,9 @@ CALLED = {
     "rows": lambda t: js.clip_rows_by_norm(t["a"], 1.5),
     "average": lambda t: js.clip_by_average_norm(t["a"], 0.1),
     "value": lambda t: js.clip_by_value(t["a"], -1.0, 0.5),
-    "tx_global": lambda t: js.optim.clip_global_norm(1.5).update(t, ())[0],
+    "tx_global": lambda t: js.optim.clip_by_global_norm(1.5).update(t, ())[0],
     "tx_value": lambda t: js.optim.clip(0.5).update(t, ())[0],
-    "tx_rows": lambda t: js.optim.clip_row_norms(0.5).update(t["a"], ())[0],
+    "tx_rows": lambda t: js.optim.clip_rows_by_norm(0.5).update(t["a"], ())[0],
     "tx_rms": lambda t: js.optim.clip_by_block_rms(0.1).update(t, ())[0],
 }
 call_all = fast_jit(lambda tree: {name: call(tree) for name, call in CALLED.items()})
@@ -303,8 +303,8 @@ GRADS = {
     "w": RNG.normal(size=3).astype(np.float32),
 }
 LIKE_OPTAX = [
-    ("clip_global_norm", "clip_by_global_norm", 1.5),
-    ("clip_global_norm", "clip_by_global_norm", 100.0),
+    ("clip_by_global_norm", "clip_by_global_norm", 1.5),
+    ("clip_by_global_norm", "clip_by_global_norm", 100.0),
     ("clip", "clip", 0.5),
     ("clip_by_block_rms", "clip_by_block_rms", 0.1),
 ]
@@ -325,7 +325,7 @@ def tree_parts(slices):
 def test_in_a_chain_of_optax():
     params = {"table": np.zeros((V, D), np.float32), "w": np.zeros(3, np.float32)}
     dense = {**GRADS, "table": numpy_dense(*tree_parts(GRADS["table"]))}
-    ours = optax.chain(js.optim.clip_global_norm(1.5), js.adagrad(0.1))
+    ours = optax.chain(js.optim.clip_by_global_norm(1.5), js.adagrad(0.1))
     theirs = optax.chain(optax.clip_by_global_norm(1.5), optax.adagrad(0.1))
     state, wanted_state = ours.init(params), theirs.init(params)
     update, reference = fast_jit(ours.update), fast_jit(theirs.update)
@@ -336,7 +336,7 @@ def test_in_a_chain_of_optax():
 
 
 def test_rows_are_clipped_in_tables_only():
-    link = js.optim.clip_row_norms(1.0)
+    link = js.optim.clip_rows_by_norm(1.0)
     tx = optax.chain(optax.masked(link, {"table": True, "w": False}), js.sgd(1.0))
     params = {"table": jnp.zeros((V, D)), "w": jnp.zeros(2)}
     rows = js.IndexedSlices(jnp.array([[3.0, 4], [0.3, 0.4]]), jnp.array([2, 4]), (V, D))
@@ -346,7 +346,7 @@ def test_rows_are_clipped_in_tables_only():
     np.testing.assert_array_equal(updates["w"], [-5, -5])
 
 
-LINKS = ["clip", "clip_global_norm", "clip_by_block_rms", "clip_row_norms"]
+LINKS = ["clip", "clip_by_global_norm", "clip_by_block_rms", "clip_rows_by_norm"]
 
 
 @pytest.mark.parametrize("name", [*LINKS, "combine_duplicates"])
@@ -363,13 +363,13 @@ def test_none_passes_and_an_empty_tree_has_no_norm():
     tree, norm = js.clip_by_global_norm({"a": None, "b": (None, jnp.ones(4))}, 1.0)
     assert norm == 2 and tree["a"] is None and tree["b"][0] is None
     np.testing.assert_array_equal(tree["b"][1], [0.5] * 4)
-    for tx in (js.optim.clip(1.0), js.optim.clip_row_norms(1.0)):
+    for tx in (js.optim.clip(1.0), js.optim.clip_rows_by_norm(1.0)):
         assert tx.update([None], tx.init([None]))[0] == [None]
 
 
 @fast_jit
 def clipped_tree(tree):
-    link = js.optim.clip_global_norm(1.0)
+    link = js.optim.clip_by_global_norm(1.0)
     rows = tree["rows"]
     return {
         "global": js.clip_by_global_norm(tree, 1.0)[0],
@@ -519,7 +519,7 @@ FUNCTIONS = [
     lambda s: js.mask_rows(s, jnp.ones(9, bool)),
     lambda s: js.project_rows(jnp.ones((9, 2)), s, 1.0),
     lambda s: js.per_example_norms(s),
-    lambda s: js.reduce_stacked(s),
+    lambda s: js.sum_stacked(s),
     lambda s: js.optim.clip(1.0).update(s, ()),
     lambda s: js.optim.combine_duplicates("mean").update(s, ()),
 ]

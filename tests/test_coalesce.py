@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jslices as js
-from jslices.extend import sort_ids
+from jslices._rows.sums import sort_ids
 
 
 @st.composite

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jslices as js
 import jslices.testing
-from jslices.proof.cost import kernels
-from jslices.proof.program import Module
-from jslices.proof.wire import traffic
+from jslices._proof.cost import kernels
+from jslices._proof.program import Module
+from jslices._proof.wire import traffic
 from jslices.testing import assert_no_table_on_wire, collectives
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"

@@ -249,7 +249,7 @@ def hints(tx, grad, loss, rows=None):
         for _ in range(2):
             step = lambda p, s: tx.update(grad(loss)(p), s, p)  # noqa: E731
             jax.eval_shape(step, params, state)
-    kinds = [w for w in caught if issubclass(w.category, js.optim.PerformanceHint)]
+    kinds = [w for w in caught if issubclass(w.category, js.PerformanceHint)]
     return [w for w in kinds if "no gradient came as rows" in str(w.message)]
 
 

@@ -18,15 +18,15 @@ from jax.sharding import PartitionSpec as P
 import jslices as js
 import jslices.testing
 from jslices.__main__ import main
-from jslices.proof.cost import (
+from jslices._proof.cost import (
     accessed,
     cost_of,
     kernels,
     offloads,
     table_copies,
 )
-from jslices.proof.program import Module
-from jslices.proof.targets import GPUS, TPUS, target
+from jslices._proof.program import Module
+from jslices._proof.targets import GPUS, TPUS, target
 
 HERE = pathlib.Path(__file__).parent
 V, K = 200_000, 1_000
@@ -73,13 +73,13 @@ def test_without_a_compiler_one_line_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(
         ModuleNotFoundError,
-        match=r'for v6e:4x2, .* type: pip install "jslices\[tpu\] @ git',
+        match=r'for v6e:4x2, .* type: pip install "\.\[tpu\]" in a',
     ):
         js.testing.devices("v6e:4x2")
     if importlib.util.find_spec("jax_cuda13_plugin") is not None:
         pytest.skip("the CUDA plugin is installed")
     with pytest.raises(
-        ModuleNotFoundError, match=r'for b200:4, .* type: pip install "jslices\[gpu\] @ git'
+        ModuleNotFoundError, match=r'for b200:4, .* type: pip install "\.\[gpu\]" in a'
     ):
         js.testing.devices("b200:4")
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close, fast_jit, slow_but_first
 
 import jslices as js
-from jslices.extend import RowClock
+from jslices.optim.engine.clock import RowClock
 
 KEY = jax.random.key(7)
 V, N = 9, 4000  # each of N columns is a run by itself

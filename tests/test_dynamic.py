@@ -378,7 +378,7 @@ def test_a_full_table_is_counted_and_an_error_if_asked():
     _, out = ids.admit(batch)
     assert out.found.tolist() == [True, True, True, False, False, False, False]
     assert int(out.refused) == 3 and (out.rows[3:] == 8).all()
-    with pytest.raises(js.FailedPreconditionError, match="3 ids of a batch got no row"):
+    with pytest.raises(js.errors.FailedPreconditionError, match="3 ids of a batch got no"):
         ids.admit(batch, check=True)
     checked = checkify.checkify(lambda ids, batch: ids.admit(batch, check=True))
     error, _ = jax.jit(checked)(ids, batch)

@@ -62,7 +62,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": js.rowwise_adagrad(0.1),
     "adafactor": js.adafactor(0.1, min_dim_size_to_factor=1),
     "exact": js.adam(0.1, untouched="exact"),
-    "clipped": js.optim.chain(js.optim.clip_global_norm(0.1), js.adam(0.1)),
+    "clipped": js.optim.chain(js.optim.clip_by_global_norm(0.1), js.adam(0.1)),
 }
 
 

@@ -123,9 +123,7 @@ def test_no_array_of_the_size_of_a_table():
     args = params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((99,), jnp.int32)
     js.testing.assert_no_dense_temporary(js.eval_step(loss, tx), *args)
     whole = js.eval_step(lambda p, ids: p["a"].sum() + loss(p, ids), tx)
-    with pytest.warns(
-        js.optim.PerformanceHint, match="'a'.*used as a whole at .*test_eval"
-    ):
+    with pytest.warns(js.PerformanceHint, match="'a'.*used as a whole at .*test_eval"):
         jax.eval_shape(whole, *args)
 
 

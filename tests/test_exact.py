@@ -743,14 +743,14 @@ def test_chain_hands_catching_up_on():
 LINKS = [
     js.optim.combine_duplicates("mean"),
     js.optim.clip(0.5),
-    js.optim.clip_row_norms(0.4),
-    js.optim.clip_global_norm(1.0),
+    js.optim.clip_rows_by_norm(0.4),
+    js.optim.clip_by_global_norm(1.0),
     js.optim.clip_by_block_rms(0.05),
     js.optim.scale(2.0),
     js.optim.scale(lambda rows: jnp.where(rows < 5, 0.5, 1.0)),
     js.optim.clip(jnp.float32(9.0)),
     js.optim.masked(js.optim.clip(9.0), True),
-    js.optim.partition({0: js.optim.clip_row_norms(9.0)}, 0),
+    js.optim.partition({0: js.optim.clip_rows_by_norm(9.0)}, 0),
     js.optim.freeze_rows(js.optim.clip(9.0), np.arange(16) == 3),
     js.from_optax(optax.clip_by_global_norm(9.0)),
 ]

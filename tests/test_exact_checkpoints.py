@@ -264,12 +264,12 @@ def test_a_file_with_snapshots_is_refused_with_what_to_type(tmp_path):
     _, _, tree, _ = trained("adam")
     old = with_snapshots(tree["state"])
     path = js.Saver().save({"state": old}, tmp_path / "m")
-    with pytest.raises(js.NotFoundError, match=rf"holds no .*clock/log/0.*{OLD}"):
+    with pytest.raises(js.errors.NotFoundError, match=rf"holds no .*clock/log/0.*{OLD}"):
         js.Saver().restore(path, {"state": tree["state"]})
     with pytest.warns(UserWarning, match="rows are behind in state/clock"):
         js.Saver().restore(path, {"state": js.adam(0.1).init(tree["params"])})
     path = js.Saver().save({"state": {"count": 1}}, tmp_path / "m")
-    with pytest.raises(js.NotFoundError, match="holds no") as error:
+    with pytest.raises(js.errors.NotFoundError, match="holds no") as error:
         js.Saver().restore(path, {"state": tree["state"]})
     assert "resize_rows" not in str(error.value)
 
@@ -282,7 +282,7 @@ def test_a_state_without_the_numbers_that_made_its_log_goes_on(name, tmp_path):
     params, state = some_steps(tx, *begun(tx), IDS[:6])
     old = state._replace(clock=state.clock._replace(numbers=None))
     path = js.Saver().save({"params": params, "state": old}, tmp_path / "m")
-    with pytest.raises(js.NotFoundError, match=rf"clock/numbers.*{OLD}"):
+    with pytest.raises(js.errors.NotFoundError, match=rf"clock/numbers.*{OLD}"):
         js.Saver().restore(path, {"params": params, "state": state})
     saved = js.Saver().restore(path)
     mine = js.checkpoint.resize_rows(tx, *saved.values(), saved["params"])
@@ -319,7 +319,7 @@ def test_files_of_an_earlier_version_go_on_as_they_did_there(name):
     tx, start = OF_OLD_FILES[name], {"table": jnp.zeros((V, D))}
     into = {"params": start, "state": tx.init(start)}
     if hasattr(tx.init(start), "clock") and tx.init(start).clock is not None:
-        with pytest.raises(js.NotFoundError, match=OLD):
+        with pytest.raises(js.errors.NotFoundError, match=OLD):
             js.Saver().restore(OLD_FILES / name, into)
     saved = js.Saver().restore(OLD_FILES / name)
     now = js.checkpoint.resize_rows(tx, *saved.values(), saved["params"])

@@ -307,7 +307,7 @@ def test_around_the_optimizer_nothing_but_numbers_travels():
         return rows, js.global_norm(rows), js.all_finite(rows), rows + g, g.coalesce()
 
     compiled = fast_jit(around).lower(grads).compile()
-    sent = [c for c in js.proof.cost.cost_of(compiled).collectives]
+    sent = [c for c in js._proof.cost.cost_of(compiled).collectives]
     assert all(c.nbytes <= 16 for c in sent), sent
     wanted = fast_jit(lambda t, i: around(js.grad(loss)(t, i)))(TABLE, np.asarray(ids))
     assert_close(jax.device_get(compiled(grads)), jax.device_get(wanted), rtol=1e-4)
@@ -326,7 +326,7 @@ def test_without_an_exchange_no_table_travels_either(name, spec):
         return tx.apply(grads, state, params)
 
     compiled = fast_jit(step).lower(params, state, ids).compile()
-    most = max(c.nbytes for c in js.proof.cost.cost_of(compiled).collectives)
+    most = max(c.nbytes for c in js._proof.cost.cost_of(compiled).collectives)
     assert most <= 3 * K * D * 4  # of rows looked up: of Adam's three arrays at a time
     wanted = fast_jit(step)(params_on_one(), tx.init(params_on_one()), IDS["any"][0])
     assert_close(jax.device_get(compiled(params, state, ids)), jax.device_get(wanted))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jslices as js
-from jslices.proof.cost import cost_of
+from jslices._proof.cost import cost_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::jslices.DensificationWarning")
 

@@ -316,7 +316,7 @@ OPTIMIZERS = {
     "adam": js.adam(0.1),
     "exact": EXACT,
     "rowwise": js.rowwise_adagrad(0.1),
-    "chain": js.optim.chain(js.optim.clip_global_norm(0.1), js.adagrad(0.1)),
+    "chain": js.optim.chain(js.optim.clip_by_global_norm(0.1), js.adagrad(0.1)),
 }
 
 
@@ -336,7 +336,7 @@ def test_optax():
     tx = js.from_optax(optax.adam(0.1))
     want = trained(tx, js.grad, {"t": ARRAY + 0, "w": W + 0})
     assert_close(experimental.arrays(trained(tx, jax.grad, params_of())), want)
-    tx, params = optax.chain(js.optim.clip_global_norm(0.1), js.adam(0.1)), params_of()
+    tx, params = optax.chain(js.optim.clip_by_global_norm(0.1), js.adam(0.1)), params_of()
     updates, _ = jax.jit(tx.update)(jax.grad(loss)(params, IDS), tx.init(params), params)
     assert js.is_slices(updates["t"])
     want = js.apply_updates({"t": ARRAY, "w": W}, experimental.arrays(updates))

@@ -133,8 +133,8 @@ def test_strict_promotion_around_an_optimizer():
     with jax.numpy_dtype_promotion("strict"):
         for link in (
             js.optim.clip(1.0),
-            js.optim.clip_global_norm(1.0),
-            js.optim.clip_row_norms(1.0),
+            js.optim.clip_by_global_norm(1.0),
+            js.optim.clip_rows_by_norm(1.0),
             js.optim.clip_by_block_rms(1.0),
             js.optim.combine_duplicates("sqrtn"),
             js.optim.scale(lambda rows: jnp.where(rows < 2, 0.1, 1.0)),

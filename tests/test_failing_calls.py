@@ -73,7 +73,7 @@ def test_a_table_on_a_failing_disk(stride, options, tmp_path, monkeypatch):
         else:
             allowed = {3}
         for table in tables:
-            with contextlib.suppress(js.FailedPreconditionError):  # closed
+            with contextlib.suppress(js.errors.FailedPreconditionError):  # closed
                 steps = check_whole(table)
                 assert steps in allowed
                 step(table)

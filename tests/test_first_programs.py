@@ -85,7 +85,7 @@ DENSE = Replaced(
     adamw=lambda rate, untouched: Dense(*optax.adamw(rate)),
     optim=Replaced(
         chain=lambda *links: Dense(*optax.chain(*links)),
-        clip_global_norm=optax.clip_by_global_norm,
+        clip_by_global_norm=optax.clip_by_global_norm,
     ),
 )
 LAZY = Replaced(

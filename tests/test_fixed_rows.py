@@ -196,7 +196,7 @@ def test_a_hint_where_rows_are_many_times_the_array():
     ids = jnp.arange(80) % 8
     loss = lambda w: jnp.sin(w[ids]).sum()  # noqa: E731
     is_rows, ((kind, text),) = warned(loss, experts)
-    assert is_rows and kind is js.optim.PerformanceHint
+    assert is_rows and kind is js.PerformanceHint
     assert 'sparse="if_smaller"' in text and "80 rows, 1.3 MB" in text
     assert warned(loss, experts, sparse="if_smaller") == (False, [])
     assert warned(loss, experts, sparse=True) == (True, [])

@@ -376,7 +376,7 @@ SOME = {"table": lambda rows: rows < 3, "w": None}
         (js.optim.freeze_rows(js.optim.clip(1.0), SOME), False),
         (js.from_optax(optax.apply_if_finite(optax.clip(1.0), 3)), False),
         (js.from_optax(optax.contrib.reduce_on_plateau()), False),
-        (js.optim.clip_global_norm(0.5), False),
+        (js.optim.clip_by_global_norm(0.5), False),
         (js.optim.scale({"table": lambda rows: 1.0 / (1 + rows), "w": 1.0}), False),
     ],
 )

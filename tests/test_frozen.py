@@ -39,7 +39,7 @@ def grads_of(seed, dense):
 SHAPES = grads_of(0, dense=False)
 WRAPPED = {
     "from_optax": freeze(js.from_optax(optax.adamw(0.1, weight_decay=0.1))),
-    "chain": freeze(js.optim.chain(js.optim.clip_global_norm(1.0), EXACTLY)),
+    "chain": freeze(js.optim.chain(js.optim.clip_by_global_norm(1.0), EXACTLY)),
     "in a chain": js.optim.chain(js.optim.clip(1.0), freeze(DECAYS)),
     "multi_steps": freeze(js.optim.multi_steps(EXACTLY, 1, SHAPES)),
     "in multi_steps": js.optim.multi_steps(freeze(EXACTLY), 1, SHAPES),

@@ -318,7 +318,7 @@ def distance(params, ids):
 
 
 @pytest.mark.parametrize(
-    "tx", [js.sgd(0.1), js.optim.chain(js.optim.clip_global_norm(9.0), js.sgd(0.1))]
+    "tx", [js.sgd(0.1), js.optim.chain(js.optim.clip_by_global_norm(9.0), js.sgd(0.1))]
 )
 @pytest.mark.parametrize("apply", [False, True])
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f])

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import jslices as js
 from jslices._host_table import records as storage
+from jslices.errors import FailedPreconditionError, NotFoundError
 from jslices.optim.engine import missed
 
 V, D = 40, 3
@@ -439,7 +440,7 @@ def test_rows_begin_anew():
     now, _ = table.fetch(rows[[0, 2]])
     assert (np.asarray(now.unpack()[1].sum_of_squares)[:2] == 0.25).all()
     table.reset(rows[:1])
-    with pytest.raises(js.FailedPreconditionError, match=r"since the last .*reset"):
+    with pytest.raises(FailedPreconditionError, match=r"since the last .*reset"):
         table.store(now)
 
 
@@ -601,7 +602,7 @@ def test_a_file_that_is_open_is_refused(tmp_path):
     path = tmp_path / "table"
     with js.HostTable((V, D), SGD, path) as table:
         train(table, SGD, BATCHES[:1])
-        with pytest.raises(js.FailedPreconditionError, match=r"is open as a HostTable.*cl"):
+        with pytest.raises(FailedPreconditionError, match=r"is open as a HostTable.*cl"):
             js.HostTable((V, D), SGD, path)
         code = f"js.HostTable(({V}, {D}), js.sgd(0.5), {str(path)!r})"
         other = subprocess.run(
@@ -656,10 +657,10 @@ def test_another_optimizer_than_the_last_time_is_said(tmp_path):
     for learning_rate in (0.1, 0.1, 0.2):  # of Optax they are not known
         open_with(optax.adam(learning_rate))
     path.unlink()
-    chained = js.optim.chain(js.optim.clip_row_norms(1.0), js.sgd(0.1))
+    chained = js.optim.chain(js.optim.clip_rows_by_norm(1.0), js.sgd(0.1))
     open_with(chained)
-    open_with(js.optim.chain(js.optim.clip_row_norms(1.0), js.sgd(0.1)))
-    other = js.optim.chain(js.optim.clip_row_norms(2.0), js.sgd(0.1))
+    open_with(js.optim.chain(js.optim.clip_rows_by_norm(1.0), js.sgd(0.1)))
+    other = js.optim.chain(js.optim.clip_rows_by_norm(2.0), js.sgd(0.1))
     saved = js.HostTable((V, D), other)
     with pytest.warns(UserWarning, match=r"than chain\(.*max_norm=2.0.*sgd"):
         saved.restore(path)
@@ -681,7 +682,7 @@ def test_save_and_restore(tmp_path):
         assert train(opened, tx, BATCHES[3:]) == later
         with pytest.raises(js.InvalidArgumentError, match="file of this table"):
             opened.save(tmp_path / "saved")
-    with pytest.raises(js.NotFoundError, match="is not there"):
+    with pytest.raises(NotFoundError, match="is not there"):
         other.restore(tmp_path / "nothing")
     with pytest.raises(OSError):
         other.save(tmp_path / "no" / "directory")
@@ -796,7 +797,7 @@ def test_optimizers_that_step_rows_together_are_refused():
 
 
 def test_optimizers_of_optax_and_chains():
-    chained = js.optim.chain(js.optim.clip_row_norms(1e6), js.adam(0.1))
+    chained = js.optim.chain(js.optim.clip_rows_by_norm(1e6), js.adam(0.1))
     _, wanted = train_in_memory(jnp.asarray(START), js.adam(0.1), BATCHES[:2])
     for tx in (js.from_optax(optax.adam(0.1)), chained):
         table = js.HostTable((V, D), tx, init=beginning)
@@ -861,15 +862,15 @@ def test_misuse_says_what_to_type_and_changes_nothing():
         table.fetch(["dog"])
     with pytest.raises(TypeError, match=r"outside of jit"):
         jax.jit(table.fetch)(jnp.ones(2, int))
-    with pytest.raises(js.FailedPreconditionError, match="nothing was fetched"):
+    with pytest.raises(FailedPreconditionError, match="nothing was fetched"):
         table.store(js.HostTable((V, D), SGD, size=2).fetch([1])[0])
     first, _ = table.fetch([1, 2])
     second, _ = table.fetch([3, 4])
-    with pytest.raises(js.FailedPreconditionError, match=r"earlier fetch.*not written"):
+    with pytest.raises(FailedPreconditionError, match=r"earlier fetch.*not written"):
         table.store(first)
     other, _ = js.HostTable((V, D), SGD, size=2).fetch([3, 4])
     second, _ = table.fetch([3, 4])
-    with pytest.raises(js.FailedPreconditionError, match=r"another table.*not written"):
+    with pytest.raises(FailedPreconditionError, match=r"another table.*not written"):
         table.store(other)
     with pytest.raises(TypeError, match="store wants the rows"):
         table.store(second.words)
@@ -886,7 +887,7 @@ def test_misuse_says_what_to_type_and_changes_nothing():
     with pytest.raises(js.InvalidArgumentError, match=r"returned \[3\]; wanted \[2, 3\]"):
         bad.fetch([1, 2])
     table.close()
-    with pytest.raises(js.FailedPreconditionError, match=r"HostTable\(.* is closed"):
+    with pytest.raises(FailedPreconditionError, match=r"HostTable\(.* is closed"):
         table.fetch([1])
 
 

@@ -27,6 +27,7 @@ import pytest
 
 import jslices as js
 from jslices._host_table import records as storage
+from jslices.errors import DataLossError, FailedPreconditionError
 
 V, D = 20, 3
 TX = js.sgd(0.5)
@@ -479,7 +480,7 @@ def outcomes(folder, pairs, whole=(1, 2)):
                 assert check_whole(table) in whole
             assert os.listdir(folder) == ["table"]
             count += 1
-        except js.DataLossError as error:
+        except DataLossError as error:
             assert str(path) in str(error)
             assert (path.read_bytes() if path.exists() else None) == file
             errors.append(str(error))
@@ -517,7 +518,7 @@ def test_journals_of_other_tables(killed, tmp_path):
     _, errors = outcomes(folder, [(None, journal) for _, journal in pairs], whole=(0,))
     assert errors and all("which is not there" in error for error in errors)
     put(folder, adam.read_bytes(), pairs[-3][1])
-    with pytest.raises(js.DataLossError, match=r"table-journal.*another table"):
+    with pytest.raises(DataLossError, match=r"table-journal.*another table"):
         js.HostTable((V, D), js.adam(0.1), folder / "table")
 
 
@@ -578,7 +579,7 @@ def test_a_journal_writes_to_no_file_that_does_not_point_to_it(killed, tmp_path,
         opened(path).close()
         assert victim.read_bytes() != file
         return
-    with pytest.raises(js.DataLossError, match=r"victim is another now"):
+    with pytest.raises(DataLossError, match=r"victim is another now"):
         opened(path)
     assert victim.read_bytes() == file and path.read_bytes() == sent
 
@@ -618,7 +619,7 @@ def test_every_truncation(killed, tmp_path, step_):
     for size in places(saved, 0, step_):
         _, errors = outcomes(tmp_path, [(saved[:size], None)], whole=())
         assert "cut off" in errors[0]
-    with pytest.raises(js.DataLossError, match="written by something else"):
+    with pytest.raises(DataLossError, match="written by something else"):
         opened(put(tmp_path, saved + bytes(8), None))
     cut = [(file, data[:i]) for file, data in pairs for i in places(data, 1, 2 * step_)]
     outcomes(tmp_path, dict.fromkeys(cut))
@@ -650,7 +651,7 @@ def test_a_failure_of_the_machine_is_seen(killed, tmp_path):
     pairs, _ = killed
     for file, journal in pairs:
         path = put(tmp_path, file, on_another_boot(journal))
-        with pytest.raises(js.DataLossError, match=r"its machine failed.*delete only"):
+        with pytest.raises(DataLossError, match=r"its machine failed.*delete only"):
             opened(path)
     path.unlink()
     (tmp_path / "table-journal").unlink()
@@ -682,7 +683,7 @@ def test_relative_paths_and_links(tmp_path, monkeypatch):
         step(table)
         assert sorted(os.listdir()) == ["link", "table"]
         assert (tmp_path / "a" / "table-journal").exists()
-        with pytest.raises(js.FailedPreconditionError, match="is open as a HostTable"):
+        with pytest.raises(FailedPreconditionError, match="is open as a HostTable"):
             opened(tmp_path / "a" / "table")
         with pytest.raises(js.InvalidArgumentError, match="file of this table"):
             table.save(tmp_path / "a" / "table")
@@ -693,7 +694,7 @@ def test_what_is_refused_names_the_file(tmp_path):
     with opened(path) as table:
         step(table)
         saver = opened(None)
-        with pytest.raises(js.FailedPreconditionError, match=r"table is open.*close\(\)"):
+        with pytest.raises(FailedPreconditionError, match=r"table is open.*close\(\)"):
             saver.save(path)
         assert check_whole(table) == 1
     os.mkfifo(tmp_path / "pipe")
@@ -703,7 +704,7 @@ def test_what_is_refused_names_the_file(tmp_path):
                 act(wrong)
     (tmp_path / "empty").touch()
     for act in (opened, saver.restore):
-        with pytest.raises(js.DataLossError, match=r"empty is cut off after 0 bytes"):
+        with pytest.raises(DataLossError, match=r"empty is cut off after 0 bytes"):
             act(tmp_path / "empty")
     assert not (tmp_path / "empty").read_bytes()
     (tmp_path / "later").write_bytes(path.read_bytes().replace(b"table 2", b"table 3", 1))
@@ -732,11 +733,11 @@ def test_a_file_that_is_deleted_or_replaced_while_it_is_open(tmp_path):
         table = opened(path)
         step(table)
         os.unlink(path)
-        with pytest.raises(js.DataLossError, match=rf"{act} was deleted or replaced"):
+        with pytest.raises(DataLossError, match=rf"{act} was deleted or replaced"):
             getattr(table, act)()
         other = opened(path)
         step(other)
-        with contextlib.suppress(js.DataLossError):
+        with contextlib.suppress(DataLossError):
             table.close()
         step(other)
         assert (tmp_path / f"{act}-journal").exists()
@@ -877,14 +878,14 @@ def test_a_file_that_is_cut_off_while_it_is_open(tmp_path, overlap):
     table = opened(tmp_path / "t", overlap=overlap)
     step(table)
     os.truncate(tmp_path / "t", 100)
-    refused = pytest.raises(js.DataLossError, match=r"t was cut off after 100 bytes by")
+    refused = pytest.raises(DataLossError, match=r"t was cut off after 100 bytes by")
     for call in (lambda: table.read([1]), lambda: table.steps, lambda: step(table)):
         with refused:
             call()
     with refused if overlap else contextlib.nullcontext():
         table.close()  # a step waited
     table.close()
-    with pytest.raises(js.FailedPreconditionError, match="is closed"):
+    with pytest.raises(FailedPreconditionError, match="is closed"):
         table.read([1])
 
 
@@ -909,7 +910,7 @@ def test_restore_only_reads(killed, tmp_path):
         path = put(folder, *pair)
         try:
             other.restore(path)
-        except js.FailedPreconditionError as error:
+        except FailedPreconditionError as error:
             assert "table-journal has a step that may not be in" in str(error)
         else:
             assert check_whole(other) in (1, 2)
@@ -1044,7 +1045,7 @@ if not (child := os.fork()):
     for act in (lambda: step(table), lambda: table.steps, lambda: table.save("copy")):
         try:
             act()
-        except js.FailedPreconditionError as error:
+        except FailedPreconditionError as error:
             assert "forked" in str(error)
             print("refused", flush=True)
     table.close()
@@ -1096,7 +1097,7 @@ def test_threads():
             try:
                 step(table)
                 counts[number] += 1
-            except js.FailedPreconditionError as error:
+            except FailedPreconditionError as error:
                 errors.append(str(error))
 
     threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
@@ -1194,7 +1195,7 @@ def test_tables_together(tmp_path, two):
     user, item = opened(two / "user" / "table", overlap=True), opened(None, overlap=True)
     step(user)
     tables = js.HostTable.together({"user": user, "item": item})
-    with pytest.raises(js.FailedPreconditionError, match=r"different.*'user': 1, 'item'"):
+    with pytest.raises(FailedPreconditionError, match=r"different.*'user': 1, 'item'"):
         tables.steps  # noqa: B018
     step(item)  # they can be used one by one
     assert check_both(tables) == 1
@@ -1207,7 +1208,7 @@ def test_tables_together(tmp_path, two):
         tables.store({})
     item.fetch([3])
     tables.store(rows)  # of the user, but not of the item
-    with pytest.raises(js.FailedPreconditionError, match="earlier fetch"):
+    with pytest.raises(FailedPreconditionError, match="earlier fetch"):
         tables.flush()
     assert check_both(tables) == 2
     with pytest.raises(js.InvalidArgumentError, match="together with other tables already"):
@@ -1218,7 +1219,7 @@ def test_tables_together(tmp_path, two):
     item = tables["item"]
     step_both(tables)
     tables.close()
-    with pytest.raises(js.FailedPreconditionError, match="is closed"):
+    with pytest.raises(FailedPreconditionError, match="is closed"):
         item.fetch([1])
     with opened(two / "user" / "table") as user:
         assert check_whole(user) == 3
@@ -1235,7 +1236,7 @@ def test_a_step_of_two_tables_of_which_one_is_gone(two):
         try:
             with opened(copy / "user" / "table") as table:
                 assert check_whole(table) in (1, 2)
-        except js.DataLossError as error:
+        except DataLossError as error:
             errors.append(str(error))
     assert errors and all("is not there: put it back" in error for error in errors)
 

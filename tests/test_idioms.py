@@ -110,7 +110,7 @@ RIGHT = {
         js.tree.map(lambda g: jnp.zeros(g.shape), G1),
         STACKED,
     )[0],
-    "reduce_stacked": lambda: js.reduce_stacked(STACKED, "sum"),
+    "sum_stacked": lambda: js.sum_stacked(STACKED, "sum"),
     "all_reduce": lambda: jax.tree.map(
         lambda x: x[0],
         batch(lambda g: js.all_reduce_slices(g, "b", "sum")),
@@ -263,8 +263,8 @@ SAYS = {
         r"embedding_lookup got ids of different lengths.*embedding_lookup_sparse",
     ),
     "scalars have no rows": (
-        lambda: js.optim.clip_row_norms(1.0).update({"w": ROWS, "bias": jnp.ones(())}, ()),
-        r"got a scalar at \['bias'\]; .*jslices.optim.masked",
+        lambda: js.optim.clip_rows_by_norm(1).update({"w": ROWS, "b": jnp.ones(())}, ()),
+        r"got a scalar at \['b'\]; .*jslices.optim.masked",
     ),
     "classes": (lambda: js.optim.Adam, "type jslices.optim.adam$"),
     "all capitals": (lambda: js.SGD, "type jslices.sgd$"),
@@ -282,12 +282,25 @@ SAYS = {
     ),
     "in a chain": (
         lambda: js.optim.chain(js.clip_by_global_norm(1.0), js.sgd(0.1)),
-        r"jslices.optim.clip_global_norm\(max_norm\)",
+        r"jslices.optim.clip_by_global_norm\(max_norm\)",
     ),
     "of optim": (
-        lambda: js.optim.clip_by_global_norm,
-        "type jslices.optim.clip_global_norm",
+        lambda: js.optim.clip_by_global_norm(G1, 1.0),
+        r"clip_by_global_norm: too many positional.*takes max_norm",
     ),
+    "former link": (
+        lambda: js.optim.clip_global_norm,
+        "type jslices.optim.clip_by_global_norm$",
+    ),
+    "former link of rows": (
+        lambda: js.optim.clip_row_norms,
+        "type jslices.optim.clip_rows_by_norm$",
+    ),
+    "former step": (lambda: js.optim.exact_step, "type jslices.train_step$"),
+    "former sum": (lambda: js.reduce_stacked, "type jslices.sum_stacked$"),
+    "former error": (lambda: js.DataLossError, "type jslices.errors.DataLossError$"),
+    "former proof": (lambda: js.proof, "type jslices.testing$"),
+    "former hint": (lambda: js.optim.PerformanceHint, "type jslices.PerformanceHint$"),
     "of js": (lambda: js.chain, "type jslices.optim.chain$"),
     "tree_map": (lambda: js.tree_map, "type jslices.tree.map$"),
     "misspelt": (lambda: js.optim.adm, "type jslices.optim.adam$"),

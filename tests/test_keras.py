@@ -212,7 +212,7 @@ def test_optimizers_round_others():
     def make(rate):
         rmsprop = js.rmsprop(rate, momentum=0.5, **EXACT)
         wide = js.optim.with_state_dtype(rmsprop, "float32")
-        return js.optim.chain(js.optim.clip_global_norm(0.1), wide)
+        return js.optim.chain(js.optim.clip_by_global_norm(0.1), wide)
 
     both(optimizer=lambda: jk.Optimizer(make, 0.01))
 

@@ -208,7 +208,7 @@ def test_a_step_that_cannot_be_stored_takes_its_ids_along():
     table.store(other)  # of an earlier fetch, which is noticed when it is written
     rows, places = table.fetch(BATCHES[2])  # goes on from there
     for error in ("earlier fetch", "went on from a step which could not be stored"):
-        with pytest.raises(js.FailedPreconditionError, match=error):
+        with pytest.raises(js.errors.FailedPreconditionError, match=error):
             table.store(put(rows, places, BATCHES[2].astype(np.float32)))
     assert owners(table) == before
     step(table, BATCHES[2])
@@ -288,7 +288,7 @@ def test_what_a_keyed_table_cannot_do_says_what_to_type(tmp_path):
         (lambda: table.save(tmp_path / "t", rows=[1]), r"type table.save\(path\)"),
         (lambda: js.HostTable((9, D), js.sgd(1)).evict([1]), r"type table.reset\(ids\)"),
     ):
-        with refused(js.FailedPreconditionError, match=text):
+        with refused(js.errors.FailedPreconditionError, match=text):
             call()
     tried, _ = MAP.admit(dynamic.wide_ids([1]))
     for wrong, error, text in (

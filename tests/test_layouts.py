@@ -119,7 +119,7 @@ def test_a_program_for_a_tpu_that_its_trace_did_not_know_of_is_noticed():
         r"compiled for a TPU but was traced for a cpu: the TPU returns its table of shape "
         r"\(646, 3\) by columns, .*Lower it within jax.default_device\(tpu\)"
     )
-    with pytest.warns(js.optim.PerformanceHint, match=said):
+    with pytest.warns(js.PerformanceHint, match=said):
         lowered(3)
     with traced_as_on("tpu"):
         assert "LayoutConstraint" in lowered(5)
@@ -144,7 +144,7 @@ def test_short_rows_on_a_tpu_with_sparse_cores_are_noticed():
     said = (
         r"shape \(1000448, 16\) has rows of 16 .* on a TPU v6 lite .*\[V \* 16 / 128, 128\]"
     )
-    with pytest.warns(js.optim.PerformanceHint, match=said):
+    with pytest.warns(js.PerformanceHint, match=said):
         traced("TPU v6 lite", 16)
 
 
@@ -158,7 +158,7 @@ def test_a_table_by_columns_is_noticed_once():
         r"lookup, and each step, copies all of it, 8.0 MB, to rows and back. Type params = "
         r"jslices.row_major\(params\) before tx.init\(params\)"
     )
-    with pytest.warns(js.optim.PerformanceHint, match=said):
+    with pytest.warns(js.PerformanceHint, match=said):
         js.adam(0.1).init(params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -112,7 +112,7 @@ def test_exact_steps_of_an_nnx_optimizer(rate, together):
         else:
             size = together or 8
             parts = [every[i : i + size] for i in range(0, 8, size)]
-            values = [float(x) for x in sum((steps(model, optimizer, p) for p in parts), [])]
+            values = [float(x) for part in parts for x in steps(model, optimizer, part)]
         assert optimizer.step[...] == 8
         return values, model, optimizer
 

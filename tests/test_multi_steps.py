@@ -36,7 +36,7 @@ OPTIMIZERS = {
     "adamw": js.adamw(0.1, weight_decay=0.1),
     "adafactor": js.adafactor(0.1, min_dim_size_to_factor=1),
     "lifted": js.from_optax(optax.rmsprop(0.1)),
-    "chain": js.optim.chain(js.optim.clip_global_norm(0.1), js.adagrad(0.1)),
+    "chain": js.optim.chain(js.optim.clip_by_global_norm(0.1), js.adagrad(0.1)),
     "exact": js.lion(0.1, weight_decay=0.1, untouched="exact"),
 }
 grads_of = fast_jit(grad)

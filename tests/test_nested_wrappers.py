@@ -43,7 +43,7 @@ optim = js.optim
 WRAPPERS = {
     "chain": lambda tx: optim.chain(tx),
     "clip": lambda tx: optim.chain(optim.clip(1e9), tx),
-    "clip_global_norm": lambda tx: optim.chain(optim.clip_global_norm(1e9), tx),
+    "clip_by_global_norm": lambda tx: optim.chain(optim.clip_by_global_norm(1e9), tx),
     "combine_duplicates": lambda tx: optim.chain(optim.combine_duplicates("sum"), tx),
     "scale": lambda tx: optim.chain(optim.scale(1.0), tx),
     "snapshot of Optax": lambda tx: optim.chain(optax.snapshot("n", js.global_norm), tx),

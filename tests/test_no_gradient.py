@@ -199,7 +199,7 @@ NAMES = {name: name for name in PARAMS} | {"wa": "w", "wb": "w"}
 AROUND = {
     "from_optax": js.from_optax(optax.sgd(0.1, momentum=0.9)),
     "chain of clips": js.optim.chain(
-        js.optim.clip_global_norm(1.0),
+        js.optim.clip_by_global_norm(1.0),
         js.optim.clip_by_block_rms(1.0),
         js.adam(0.1),
     ),

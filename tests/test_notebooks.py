@@ -55,13 +55,22 @@ def test_only_quick_sizes_may_change_without_a_run():
 
 
 @every_notebook
-def test_installs_itself_and_has_a_badge(name):
-    notebook = read(name)
-    before = [cell.source for cell in notebook.cells]
-    run.frame(notebook, name)
-    assert [cell.source for cell in notebook.cells] == before, (
-        f"the frame of {name} is not today's: python notebooks/run.py {name}"
-    )
+def test_installs_itself(name):
+    assert read(name).cells[0].source == run.INSTALL, "python notebooks/run.py --frame"
+
+
+@pytest.mark.parametrize("wheel", [True, False])
+def test_installs_an_uploaded_wheel_or_the_checkout(wheel, tmp_path, monkeypatch):
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    asked = []
+    shell.register_magic_function(asked.append, magic_name="pip")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    if wheel:
+        (tmp_path / "jslices-9.9-py3-none-any.whl").touch()
+    shell.run_cell(run.INSTALL).raise_error()
+    place = "jslices-9.9-py3-none-any.whl" if wheel else ".."
+    assert asked == [f'install -q "{place}[notebooks]"']
 
 
 @every_notebook
@@ -73,7 +82,7 @@ def test_uses_public_names_only(name):
 @every_notebook
 def test_the_folder_shows_it(name):
     listed = (FOLDER / "README.md").read_text()
-    assert f"]({name}.ipynb)" in listed and run.badge(name) in listed
+    assert f"]({name}.ipynb)" in listed
     assert f"(pictures/{name}.png)" in listed
     shown = (FOLDER / "pictures" / f"{name}.png").read_bytes()
     assert shown == run.cover(read(name)), f"python notebooks/run.py {name}"

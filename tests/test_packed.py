@@ -17,7 +17,7 @@ from jax import lax
 
 import jslices as js
 import jslices.testing
-from jslices.proof.cost import cost_of
+from jslices._proof.cost import cost_of
 
 V, D, PER = 6, 4, 3
 RNG = np.random.default_rng(27)

@@ -85,7 +85,7 @@ def test_of_drawn_numbers(data, decay):
 
 def check_exact(name, rate, options, decay=DECAY):
     tx = getattr(js, name)(rate, **options, untouched="exact")
-    tx = js.optim.chain(js.optim.clip_global_norm(1.0), js.optim.params_ema(tx, decay))
+    tx = js.optim.chain(js.optim.clip_by_global_norm(1.0), js.optim.params_ema(tx, decay))
     dense = getattr(optax, name)(rate, **options)
     dense = optax.chain(optax.clip_by_global_norm(1.0), dense)
     params, state, _ = trained(js.train_step(loss, tx), tx.init(PARAMS))

@@ -29,7 +29,7 @@ OPTIMIZERS = {
     **{name: optimizers.make(js, name, 0.1, kwargs) for name, kwargs in optimizers.FIRST},
     "factored": js.adafactor(0.1, min_dim_size_to_factor=1),
     "exact": EXACT(),
-    "chain": js.optim.chain(js.optim.clip_global_norm(1.0), js.adam(0.1)),
+    "chain": js.optim.chain(js.optim.clip_by_global_norm(1.0), js.adam(0.1)),
     "multi_steps": js.optim.multi_steps(js.adam(0.1), 2, GRADS),
     "freeze_rows": js.optim.freeze_rows(EXACT(), FROZEN),
     "from_optax": js.from_optax(optax.adam(0.1)),

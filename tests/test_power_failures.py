@@ -160,7 +160,7 @@ def check_table(folder, promise, read=check_whole, **options):
         with opened(path, rows, **options) as table:
             assert read(table, IDS) in promise.values
             table.save(folder / "copy")  # cleans up
-    except js.DataLossError as error:
+    except js.errors.DataLossError as error:
         assert promise.loss and str(path) in str(error)
     else:
         assert {*os.listdir(folder)} == {"table", "copy", "other"}
@@ -204,7 +204,7 @@ def check_two(folder, promise):
         try:
             with opened(path) as table:
                 steps.add(check_whole(table, IDS))
-        except js.DataLossError as error:
+        except js.errors.DataLossError as error:
             assert promise.loss and str(path) in str(error)
         else:
             assert {*os.listdir(path.parent)} <= {"table", "other"}

@@ -63,7 +63,7 @@ def lazy(tx):
 NAMES = ("sgd", "adam", "adamw", "amsgrad", "lion", "rmsprop", "adadelta", "adagrad")
 OURS = {
     **vars(js.optim),
-    "clip_by_global_norm": js.optim.clip_global_norm,
+    "clip_by_global_norm": js.optim.clip_by_global_norm,
     "multi_steps": lambda tx, k: js.optim.multi_steps(tx, k, SHAPES),
     "freeze": lambda tx: js.optim.freeze_rows(tx, FROZEN),
 }

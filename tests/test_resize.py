@@ -37,7 +37,7 @@ OPTIMIZERS = {
     "exact": lambda v: js.lion(0.1, weight_decay=0.1, **EXACT),
     "partition_exact": lambda v: labelled(js.sgd(RATE, momentum=0.9, **EXACT)),
     "chain": lambda v: js.optim.chain(
-        js.optim.clip_global_norm(1.0), labelled(js.adam(0.1))
+        js.optim.clip_by_global_norm(1.0), labelled(js.adam(0.1))
     ),
     "frozen": lambda v: js.optim.freeze_rows(
         js.lion(0.1, **EXACT), {"table": BITS[:v], "w": None}
@@ -313,7 +313,7 @@ def wrong(message, error=ValueError, **changes):
         ),
         wrong(
             r"names no variable with 'tabel'; there are \['table', 'w'\]",
-            js.NotFoundError,
+            js.errors.NotFoundError,
             rows={"tabel": np.arange(9)},
         ),
         wrong(

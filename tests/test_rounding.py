@@ -347,7 +347,7 @@ def wrappers(tx, grads):
     return {
         "chain": js.optim.chain(js.optim.clip(1e9), tx),
         "chain of chains": js.optim.chain(js.optim.chain(tx)),
-        "clip_global_norm": js.optim.chain(js.optim.clip_global_norm(1e9), tx),
+        "clip_by_global_norm": js.optim.chain(js.optim.clip_by_global_norm(1e9), tx),
         "partition": js.optim.partition({"t": tx, "w": tx}, labels),
         "masked": js.optim.chain(js.optim.masked(tx, {"table": True, "w": True})),
         "freeze_rows": js.optim.freeze_rows(tx, {"table": lambda r: r > V, "w": None}),

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jslices as js
 import jslices.testing
-from jslices.proof.cost import cost_of
+from jslices._proof.cost import cost_of
 
 L, V, D, K = 4, 20_000, 4, 8
 RNG = np.random.default_rng(3)
@@ -272,9 +272,7 @@ def test_tiles_of_a_tpu(rows):
         return cost_on("v5e", step, js.row_major(table), ids, donate_argnums=0)
 
     if rows % 8:
-        with pytest.warns(
-            js.optim.PerformanceHint, match=r"padded_rows\(131075, 8\) = 131080"
-        ):
+        with pytest.warns(js.PerformanceHint, match=r"padded_rows\(131075, 8\) = 131080"):
             cost()
     else:
         assert not cost().copies

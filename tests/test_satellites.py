@@ -1,4 +1,4 @@
-"""What is built around the core uses what the core makes public, and nothing below it."""
+"""What is built around the core uses what it makes public, and what is listed here."""
 
 import ast
 import graphlib
@@ -17,9 +17,34 @@ SATELLITES: tuple[str, ...] = (
 #: Whole modules that anyone may import from.
 PUBLIC_MODULES = (
     *("accumulators", "checkpoint", "checkpoint.boxes", "checkpoint.files", "extend"),
-    *("dynamic", "dynamic.host", "experimental"),
-    *("keras", "optim", "proof.cost", "proof.targets", "tables", "testing", "tf1", "tree"),
+    *("dynamic", "dynamic.host", "errors", "experimental", "_proof.cost", "_proof.targets"),
+    *("keras", "optim", "tables", "testing", "tf1", "tree"),
 )
+#: What satellites share of the core beside these, without a promise.
+SHARED = {
+    "_arguments": "Number OneOf",
+    "_densify": "current_user_line human_bytes warn_at_line",
+    "_grad.explain": "Explanation",
+    "_install": "install_command",
+    "_jax": "called_by_any_jax_operator",
+    "_lookup.bags": "as_bags",
+    "_lookup.embedding": "is_padding",
+    "_lookup.mark": "mark_table",
+    "_names": "public",
+    "_place.boundary": "explicit_mesh like_first on_any_mesh",
+    "_place.hints": "hint_once",
+    "_place.placement": "Placement on_each_device placement_at_hand",
+    "_rows.access": "canonical_indices empty_index index_dtype",
+    "_rows.ids": "as_ids check_mode refuse_bad_ids settle",
+    "_rows.rounding": "key_bits round_rows",
+    "_rows.sums": "sort_ids sum_dtype",
+    "_slices": "Stacked check_slices opened rows_at",
+    "_slices.held": "held_where is_held takes_held unheld",
+    "_typing": "Params PyTree State",
+    "optim.engine.clock": "OLD_CLOCK OTHER_NUMBERS RowClock by_row has_rows_behind"
+    " map_clocks short_logs with_columns",
+    "optim.engine.missed": "LONG_LOG",
+}
 
 
 def imports(source: str) -> set[str]:
@@ -36,8 +61,10 @@ def imports(source: str) -> set[str]:
 
 
 def is_public(name: str) -> bool:
-    """True for a public module, a name in it, and a name of ``jslices`` itself."""
+    """True for a public module, a name in it, one of ``jslices`` itself, and one shared."""
     module, _, attribute = name.rpartition(".")
+    if attribute in SHARED.get(module, "").split():
+        return True
     if name in PUBLIC_MODULES or not module:
         return name in (*PUBLIC_MODULES, *js.__all__)
     return module in PUBLIC_MODULES and not attribute.startswith("_")
@@ -54,6 +81,13 @@ def private_imports(satellite: str) -> set[str]:
 @pytest.mark.parametrize("satellite", SATELLITES)
 def test_satellites_import_what_is_public(satellite):
     assert not private_imports(satellite)
+
+
+def test_nothing_is_shared_that_no_satellite_imports():
+    files = [x for s in SATELLITES for x in ROOT.glob(f"{s}/**/*.py")]
+    files += [x for s in SATELLITES for x in ROOT.glob(f"{s}.py")]
+    used = set().union(*(imports(file.read_text()) for file in files))
+    assert {f"{home}.{name}" for home in SHARED for name in SHARED[home].split()} <= used
 
 
 def test_private_imports_are_recognised():

@@ -19,7 +19,6 @@ import jslices as js
 import jslices.extend  # imported by itself, as the next one
 import jslices.tables
 import jslices.tf1 as tf
-from jslices.extend import install_command
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -70,7 +69,9 @@ def public(module):
 
 
 @pytest.mark.parametrize(
-    "module", [js, js.optim, js.checkpoint, js.accumulators, js.testing], ids=str
+    "module",
+    [js, js.optim, js.checkpoint, js.accumulators, js.testing, js.errors, jslices.extend],
+    ids=str,
 )
 def test_every_public_name_has_a_place(module):
     for name in public(module):
@@ -133,29 +134,42 @@ def test_guarantees_name_tests():
     assert len(proofs) > 20 and all(names and {*names} <= tests for names in proofs)
 
 
-def test_the_address_is_that_of_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    address = project["urls"]["Repository"]
-    assert f"\nrepo_url: {address}\n" in CONFIG
-    assert install_command().endswith(f' @ git+{address}"')
-    for page in (*PAGES, *(ROOT / "notebooks").glob("*.ipynb")):
-        for link in re.findall(r"https://github.com/\w+/jslices\b", page.read_text()):
-            assert link == address, page
+#: An address of the package, or its name where pip would ask a registry for it.
+ADDRESS = re.compile(
+    r"\w+://[^\s\"'`)]*\bjslices\b|pip install (?:(?:-\S+|\"[^\"]*\") )*[\"']?jslices\b"
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_lines_that_install_work():
-    """From a checkout, or as all messages say it; never from a registry that has it not."""
+def test_no_file_names_an_address_that_is_not_ours():
+    """Whoever registers it serves code to our users."""
+    files = [*ROOT.glob("*.*"), *ROOT.glob(".github/**/*.yml"), *PAGES, *DOCS.rglob("*.py")]
+    for folder in ("jslices", "notebooks", "benchmarks", "examples", "findings", "tests"):
+        files += [*(ROOT / folder).rglob("*.[pim]*"), *(ROOT / folder).rglob("*.sh")]
+    texts = {x: x.read_text() for x in files if re.match(r"\.(?!pyc|png)", x.suffix)}
+    assert len(texts) > 400
+    ours = PROJECT["urls"]["Repository"] or "(none)"
+    for path, text in texts.items():
+        for found in ADDRESS.finditer(text.replace('\\"', '"')):
+            assert found[0].startswith(ours), f"{path}: {found[0]}"
+
+
+def test_addresses_are_recognised():
+    for name in ("jslices", "jslices[keras]"):
+        assert ADDRESS.search(f"pip install -q {name}")
+        assert ADDRESS.search(f'%pip install "{name} @ git')
+    assert ADDRESS.search("://".join(["https", "example.org/someone/jslices/blob/main"]))
+    assert not ADDRESS.search('pip install ".[demo]" && python -m jslices')
+
+
+def test_lines_that_install_name_extras_that_there_are():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
     sources = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]
     sources += (ROOT / "jslices").rglob("*.py")
-    count = 0
-    for path in [*pages, *sources, *ROOT.glob("notebooks/*.ipynb")]:
-        text = path.read_text().replace('\\"', '"')
-        for extra in re.findall(r"pip install [^\n`]*[\"']jslices(\[\w+\])?", text):
-            count += 1
-            command = install_command(extra.strip("[]"))
-            assert command.removeprefix("pip install ")[:-1] in text, f"{path}: {command}"
-    assert count >= 12
+    text = "\n".join(path.read_text() for path in [*pages, *sources])
+    lists = re.findall(r"pip install [^\n`]*[\"']\.\[([\w,]+)\]", text)
+    named = ",".join(lists).split(",")
+    assert len(named) > 12 and {*named} <= {*PROJECT["optional-dependencies"]}
 
 
 def test_numbers_of_the_version_agree():

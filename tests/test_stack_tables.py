@@ -455,7 +455,7 @@ def test_many_tables_apart_are_hinted_at(monkeypatch):
     loss = lambda tables, ids: sum(x[ids].sum() for x in tables.values())  # noqa: E731
     tx, ids = js.sgd(0.1), jnp.arange(2)
     lower = lambda fun, at: jax.jit(js.train_step(fun, tx)).lower(at, tx.init(at), ids)  # noqa: E731
-    with pytest.warns(js.optim.PerformanceHint, match=r"8 tables float32\[V, 3\].*stack_t"):
+    with pytest.warns(js.PerformanceHint, match=r"8 tables float32\[V, 3\].*stack_t"):
         lower(loss, tables)
     monkeypatch.setattr("jslices._place.hints.hinted", set())
     lower(loss, {k: tables[k] for k in list(tables)[:7]})  # warnings are errors here

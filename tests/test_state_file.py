@@ -67,7 +67,7 @@ UNREADABLE = [
 def test_a_damaged_file_is_not_no_file(text, tmp_path):
     write(tmp_path, text)
     for read in (js.checkpoint.get_checkpoint_state, js.checkpoint.latest_checkpoint):
-        with pytest.raises(js.DataLossError, match=r"is damaged: .* by its path"):
+        with pytest.raises(js.errors.DataLossError, match=r"is damaged: .* by its path"):
             read(tmp_path)
 
 

@@ -351,7 +351,7 @@ FROZEN = {"a": lambda rows: rows < 9, "w": None}
 HELD = {
     "alone": (js.adam(0.03, untouched="exact"), 3),
     "reads params": (js.lion(0.03, weight_decay=0.1, untouched="exact"), 2),
-    "clipped": (optim.chain(optim.clip_global_norm(0.5), EXACT), 2),
+    "clipped": (optim.chain(optim.clip_by_global_norm(0.5), EXACT), 2),
     "averaged": (optim.chain(optim.combine_duplicates("mean"), EXACT), 2),
     "apart": (optim.partition({"x": EXACT, "y": js.sgd(0.1)}, {"a": "x", "w": "y"}), 2),
     "frozen": (optim.freeze_rows(EXACT, FROZEN), 2),

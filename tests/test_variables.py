@@ -15,6 +15,7 @@ from helpers import golden
 
 import jslices as js
 import jslices.tf1 as tf
+from jslices.errors import FailedPreconditionError, OutOfRangeError
 
 KEY = jax.random.key(0)
 ROWS = js.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]))
@@ -28,7 +29,7 @@ def apply_once(fn, *args):
 # --- counting -------------------------------------------------------------------------
 
 COUNTS = golden("count_up_to")
-ERRORS = {"OutOfRangeError": js.OutOfRangeError}
+ERRORS = {"OutOfRangeError": OutOfRangeError}
 
 
 @pytest.mark.parametrize("case", COUNTS)
@@ -727,18 +728,18 @@ def test_abstract_init_declares():
 
 def test_reading_what_is_only_declared():
     declared = MODEL.abstract_init(KEY, X)
-    with pytest.raises(js.FailedPreconditionError, match="uninitialized value n"):
+    with pytest.raises(FailedPreconditionError, match="uninitialized value n"):
         MODEL.apply(declared, X)
 
     def model():
         n = tf.Variable(5, name="n")
         assert tf.report_uninitialized_variables() == ["n"]
         assert tf.report_uninitialized_variables([n]) == ["n"]
-        with pytest.raises(js.FailedPreconditionError, match="uninitialized value n"):
+        with pytest.raises(FailedPreconditionError, match="uninitialized value n"):
             tf.assert_variables_initialized()
-        with pytest.raises(js.FailedPreconditionError):
+        with pytest.raises(FailedPreconditionError):
             n.assign_add(1)
-        with pytest.raises(js.FailedPreconditionError):
+        with pytest.raises(FailedPreconditionError):
             n.count_up_to(9)
         assert n.initialized_value() == 5
         n.assign(7)  # which needs no old value
@@ -757,7 +758,7 @@ def test_helpers_on_explicit_state():
     assert tf.report_uninitialized_variables(partly) == ["foo/w"]
     assert tf.assert_variables_initialized(variables) is variables
     assert tf.assert_variables_initialized({}) is None
-    with pytest.raises(js.FailedPreconditionError, match="uninitialized value foo/w, n;"):
+    with pytest.raises(FailedPreconditionError, match="uninitialized value foo/w, n;"):
         tf.assert_variables_initialized(declared)
     for start in (declared, MODEL.apply(variables, X)[1]):
         again = tf.initialize_all_variables(start, KEY)
@@ -818,8 +819,8 @@ def test_computed_initial_values_are_only_made_by_init():
 
 
 def test_errors_are_pythons_own_too():
-    assert issubclass(js.OutOfRangeError, IndexError)
-    assert issubclass(js.FailedPreconditionError, RuntimeError)
+    assert issubclass(OutOfRangeError, IndexError)
+    assert issubclass(FailedPreconditionError, RuntimeError)
 
 
 def test_helpers_take_variables_in_the_order_of_functions():

@@ -43,7 +43,7 @@ def jitted(value_and_grad, tx, apply_updates, num_rows, dim, read="gather"):
         return apply_updates(table, updates), state, value
 
     if getattr(tx, "catches_up", False):
-        step = js.optim.exact_step(loss, tx)
+        step = js.train_step(loss, tx)
     return runner(jax.jit(step, donate_argnums=(0, 1)), tx, num_rows, dim)
 
 

@@ -11,11 +11,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jslices._arguments import Number, OneOf
-from jslices._errors import InvalidArgumentError
 from jslices._jax import varying_axes
 from jslices._rows.sums import sum_dtype
 from jslices._slices import IndexedSlices, check_slices, is_slices
 from jslices._typing import Leaf, PyTree
+from jslices.errors import InvalidArgumentError
 
 AxisName = str | Sequence[str]
 

@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jslices._arguments import Number, OneOf, check_arguments
-from jslices._errors import InvalidArgumentError
 from jslices._place.boundary import mesh_of, split_along
 from jslices._place.placement import Placement
 from jslices._typing import Aval
+from jslices.errors import InvalidArgumentError
 
 Way = Literal["all_to_all", "gather"]
 #: For each axis of an array the mesh axes along which it is split.

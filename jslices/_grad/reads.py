@@ -4,6 +4,10 @@ The table :data:`READS` has the forms by the names of primitives. A form describ
 :class:`RowRead`, which view an equation reads, the numbers of its rows, and how its output
 is made of these rows. Gathers and slices are here, products with one-hot arrays and sparse
 matrices in products.py. A :class:`Reader` goes from the rows of a view to those of tables.
+
+A read gives what JAX's equation gives, in each mode, and a gradient to the rows that JAX
+gives one to. In doubt a form returns None, and the use is dense, which is right. Begin with
+:class:`RowRead`, then ``_gather_rows``, the form of ``table[ids]``.
 """
 
 import dataclasses

@@ -43,12 +43,7 @@ from jslices._grad.views import (
 from jslices._jax import Atom, Equation
 from jslices._lookup.mark import mark_p
 from jslices._place.boundary import row_major_p
-from jslices._rows.access import (
-    INT32_MAX,
-    canonical_indices,
-    clipped_indices,
-    is_below,
-)
+from jslices._rows.access import INT32_MAX, canonical_indices, clipped_indices, is_below
 
 
 class NeedsWhole(NamedTuple):

@@ -1,4 +1,15 @@
-"""The runner of a planned call, with a cotangent slot for each read."""
+"""The runner of a planned call, with a cotangent slot for each read.
+
+The runner meets the reads of its plan in the plan's order, and each takes the next pair of
+a site and its slot. What mirrors the plan (slots, row numbers) has a list inside for every
+loop, branch, checkpoint and compiled part. All else is bound as it was traced, so that
+values keep their bits.
+
+``slots_for`` makes zeros for the sites, ``run_planned`` gives the outputs and the row
+numbers, JAX differentiates it by the slots (api.py), and ``gradients_of`` joins cotangents
+and row numbers. Measured: ``MANY_ALIKE``, and the loop that ``bind`` leaves out. Begin with
+``run_planned``, then ``Runner._read`` and ``Runner.loop``.
+"""
 
 import contextlib
 import functools
@@ -18,13 +29,7 @@ from jslices import _jax
 from jslices._exchange.rows import rows_from_elsewhere
 from jslices._grad.call import LeafSpec
 from jslices._grad.memo import weak_equation
-from jslices._grad.plan import (
-    Planned,
-    Site,
-    SiteTree,
-    output_needs_grad,
-    plan_part,
-)
+from jslices._grad.plan import Planned, Site, SiteTree, output_needs_grad, plan_part
 from jslices._grad.reads import RowRead, every_row, parts_of, reads_of
 from jslices._grad.views import RowIds, TableView, Unslotted, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk

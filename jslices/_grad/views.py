@@ -6,6 +6,9 @@ row-wise ``f``. Reading rows of a view therefore ends in reading rows of tables.
 
 A program is walked twice (walk.py). While its reads are planned there are no values:
 arrays and row numbers are None, and a read of a view only lists the tables that it reads.
+
+A kind of view says which parts its rows are made of, how, and what it is as a whole. Begin
+with :class:`View` and :class:`Rowwise`; rules.py makes views, and reads.py reads them.
 """
 
 import dataclasses

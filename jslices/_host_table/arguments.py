@@ -9,8 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
+from jslices._arguments import Number
 from jslices.dynamic import IdMap, WideIds, wide_ids
-from jslices.extend import Number
 
 
 def numbered(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

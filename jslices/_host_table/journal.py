@@ -31,7 +31,8 @@ order (``settle``):
     may name any file
   * no such head: DataLossError
 
-and then flushes the file and gives it a new id.
+and then flushes the file and gives it a new id. Begin with :class:`Journal`, and ``settle``
+in opening.py; tests/test_host_table_faults.py interrupts and kills all of it.
 """
 
 import atexit
@@ -53,10 +54,10 @@ from typing import Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
-from jslices import DataLossError, FailedPreconditionError
 from jslices._host_table import records as storage
 from jslices._host_table.rows import Stored
 from jslices.checkpoint import files
+from jslices.errors import DataLossError, FailedPreconditionError
 
 _MAGIC = b"jsrows 2"
 _NOTHING = np.zeros(0, np.uint8)

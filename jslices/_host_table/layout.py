@@ -14,7 +14,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jslices import GradientTransformation, InvalidArgumentError
-from jslices.extend import State, StateOfRows, short_logs
+from jslices._typing import State
+from jslices.extend import StateOfRows
+from jslices.optim.engine.clock import short_logs
 
 
 class Field(NamedTuple):

@@ -6,11 +6,11 @@ import os
 import struct
 import warnings
 
-from jslices import DataLossError, FailedPreconditionError, NotFoundError
 from jslices._host_table import records as storage
 from jslices._host_table.journal import FilePart, Head, read_body, read_head, this_boot
 from jslices._host_table.records import File, FileForm, FileRecords, Offsets
 from jslices.checkpoint import files
+from jslices.errors import DataLossError, FailedPreconditionError, NotFoundError
 
 
 def open_file(path: str, form: FileForm, *, make: bool) -> FileRecords:

@@ -33,11 +33,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jslices import DataLossError, FailedPreconditionError, InvalidArgumentError
+from jslices import InvalidArgumentError
 from jslices._host_table.layout import Layout, logs_among
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
-from jslices.extend import LONG_LOG
+from jslices.errors import DataLossError, FailedPreconditionError
+from jslices.optim.engine.missed import LONG_LOG
 
 PAGE = 4096
 #: The bytes of a description are at most so many.

@@ -8,20 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices import FailedPreconditionError, InvalidArgumentError
+from jslices import InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices._host_table.records import Part, Records
+from jslices._rows.rounding import key_bits, round_rows
+from jslices._typing import State
 from jslices.dynamic.host import Batch
-from jslices.extend import (
-    State,
-    StateOfRows,
-    by_row,
-    key_bits,
-    map_clocks,
-    round_rows,
-    short_logs,
-    with_columns,
-)
+from jslices.errors import FailedPreconditionError
+from jslices.extend import StateOfRows
+from jslices.optim.engine.clock import by_row, map_clocks, short_logs, with_columns
 
 
 @jax.tree_util.register_dataclass

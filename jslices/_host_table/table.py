@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jslices import FailedPreconditionError, InvalidArgumentError
+from jslices import InvalidArgumentError
 from jslices._host_table import arguments
 from jslices._host_table import records as storage
 from jslices._host_table import rows as on_device
@@ -25,10 +25,12 @@ from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
 from jslices._host_table.rows import HostRows, Stored
+from jslices._typing import PyTree, State
 from jslices.checkpoint.boxes import row_blocks
 from jslices.dynamic import IdMap, wide_ids
 from jslices.dynamic.host import Batch, HostIdMap
-from jslices.extend import PyTree, State, as_transformation
+from jslices.errors import FailedPreconditionError
+from jslices.extend import as_transformation
 
 #: Numbers of all tables' fetches, so that none takes the rows of another for its own.
 _TICKETS = itertools.count(1)

@@ -66,7 +66,7 @@ class PerformanceHint(UserWarning):
     :func:`jslices.grad` would help, once for each row shape of eight tables or more that
     :func:`jslices.tables.stack_tables` would put in one array, and once for exact steps
     that write their rows twice.
-    Silence it: ``warnings.simplefilter("ignore", jslices.optim.PerformanceHint)``.
+    Silence it: ``warnings.simplefilter("ignore", jslices.PerformanceHint)``.
     """
 
 

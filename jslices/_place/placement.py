@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jslices._errors import InvalidArgumentError
 from jslices._place.boundary import mesh_of, on_one_mesh, split_along
 from jslices._typing import PyTree
+from jslices.errors import InvalidArgumentError
 
 Numbers = TypeVar("Numbers", jax.Array, np.ndarray)
 

@@ -6,6 +6,10 @@ up in a hash map, as XLA:CPU sorts slowly. On other platforms the hardware order
 to one place as it likes, so there the indices are sorted, and the rows of each run of equal
 indices are summed by blocks (:func:`sums_of_runs`). Then no two floating numbers are
 written to one place.
+
+On a CPU a sort of 1e5 ids packed with their positions takes 3.8 ms, one of two operands 18
+to 21. On an H100 a sort takes 57 of 85 us of Adam's step with 1e4 ids. What was tried
+instead is in docs/decisions.md. Begin with :func:`sum_duplicates`.
 """
 
 import functools

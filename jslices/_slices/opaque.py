@@ -26,7 +26,7 @@ from jslices._typing import Leaf
 _WHAT = "row numbers of IndexedSlices, which have no arithmetic: type"
 _INSTEAD = (
     "jslices.global_norm for a norm, jslices.tree.map for jax.tree.map, "
-    "jslices.all_reduce_slices for lax.psum, jslices.reduce_stacked for a sum or mean of "
+    "jslices.all_reduce_slices for lax.psum, jslices.sum_stacked for a sum or mean of "
     "stacked gradients"
 )
 _ABSTRACT = jax.ShapeDtypeStruct | jax.core.ShapedArray

@@ -6,10 +6,7 @@ share and ``serve`` gives to other processes (over gRPC, the extra ``serve``);
 under ``jit``.
 """
 
-from jslices import CancelledError as CancelledError
-from jslices import DeadlineExceededError as DeadlineExceededError
-from jslices import InvalidArgumentError as InvalidArgumentError
-from jslices import UnavailableError as UnavailableError
+from jslices._names import public as _public
 from jslices.accumulators.blocking import ConditionalAccumulator as ConditionalAccumulator
 from jslices.accumulators.blocking import (
     ConditionalAccumulatorBase as ConditionalAccumulatorBase,
@@ -27,3 +24,9 @@ from jslices.accumulators.server import AccumulatorClient as AccumulatorClient
 from jslices.accumulators.server import AccumulatorServer as AccumulatorServer
 from jslices.accumulators.server import connect as connect
 from jslices.accumulators.server import serve as serve
+from jslices.errors import CancelledError as CancelledError
+from jslices.errors import DeadlineExceededError as DeadlineExceededError
+from jslices.errors import InvalidArgumentError as InvalidArgumentError
+from jslices.errors import UnavailableError as UnavailableError
+
+__all__, __dir__ = _public(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError, is_slices
-from jslices.extend import OneOf
+from jslices._arguments import OneOf
 
 #: An array in memory, or traced.
 Array: TypeAlias = np.ndarray | jax.Array

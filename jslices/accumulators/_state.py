@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices import CancelledError, DeadlineExceededError, InvalidArgumentError
+from jslices import InvalidArgumentError
+from jslices._rows.sums import sum_dtype
 from jslices.accumulators import _gradients
-from jslices.extend import sum_dtype
+from jslices.errors import CancelledError, DeadlineExceededError
 
 _log = logging.getLogger("jslices.accumulators")
 

@@ -11,9 +11,10 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import IndexedSlices, InvalidArgumentError
+from jslices._place.hints import hint_once
+from jslices._rows.access import empty_index
 from jslices.accumulators import _gradients
 from jslices.accumulators._state import ArraySum, RowSums, Turns, divided, merged
-from jslices.extend import empty_index, hint_once
 
 _shared: weakref.WeakValueDictionary[tuple[str, str], Turns] = weakref.WeakValueDictionary()
 _shared_lock = threading.Lock()

@@ -11,15 +11,10 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import IndexedSlices, InvalidArgumentError
+from jslices._rows.access import canonical_indices, empty_index, index_dtype
+from jslices._rows.sums import sort_ids, sum_dtype
+from jslices._slices import check_slices
 from jslices.accumulators import _gradients
-from jslices.extend import (
-    canonical_indices,
-    check_slices,
-    empty_index,
-    index_dtype,
-    sort_ids,
-    sum_dtype,
-)
 
 _State = TypeVar("_State", "SparseAccumulatorState", "DenseAccumulatorState")
 

@@ -24,7 +24,8 @@ from multiprocessing import context as processes
 from typing import Any
 
 import jslices
-from jslices import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from jslices import InvalidArgumentError
+from jslices._install import install_command
 from jslices.accumulators._gradients import refuse_tracer
 from jslices.accumulators._messages import pack, unpack
 from jslices.accumulators._state import caller
@@ -34,7 +35,7 @@ from jslices.accumulators.blocking import (
     SparseAccumulatorTakeGradient,
     SparseConditionalAccumulator,
 )
-from jslices.extend import install_command
+from jslices.errors import FailedPreconditionError, UnavailableError
 
 try:
     import grpc
@@ -465,7 +466,8 @@ class AccumulatorClient:
 
 def _error(name: str, text: str) -> Exception:
     """The error of a server, if it is one of jslices or Python."""
-    kind = getattr(jslices, name, None) or getattr(builtins, name, None)
+    homes = jslices.errors, jslices, builtins
+    kind = next((vars(home)[name] for home in homes if name in vars(home)), None)
     try:
         if isinstance(kind, type) and issubclass(kind, Exception):
             return kind(text)
@@ -515,7 +517,7 @@ def connect(
       >>> import jslices as js  # more in serve
       >>> js.accumulators.connect("127.0.0.1:1", "token")
       Traceback (most recent call last):
-      jslices._errors.UnavailableError: no answer from 127.0.0.1:1: it is gone, ...
+      jslices.errors.UnavailableError: no answer from 127.0.0.1:1: it is gone, ...
     """
     _check("connect", address, token)
     if not isinstance(timeout, int | float) or not 1 <= timeout <= _LONGEST_SECONDS:

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 import jslices as js
+from jslices._densify import human_bytes
 from jslices.bench import compiled, measure
 from jslices.bench.measure import KeptSide, Side
 from jslices.bench.sizes import Sizes, available, largest_rows, optimizer_names, plan_of
 from jslices.bench.table import Line, aligned, comparison
-from jslices.extend import human_bytes
 
 LEAST_STEPS = 20  # fewer make no median
 MOST_ROWS = 2**31 - 1  # ids are 32-bit numbers

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 import jax
 
 import jslices as js
+from jslices._densify import human_bytes
+from jslices._proof.cost import Cost, cost_of
+from jslices._proof.targets import AXIS, Target, target
 from jslices.bench.measure import compile_step
 from jslices.bench.sizes import Sizes
 from jslices.bench.table import Line, comparison
-from jslices.extend import human_bytes
-from jslices.proof.cost import Cost, cost_of
-from jslices.proof.targets import AXIS, Target, target
 
 ROWS, DENSE = "row gradients", "dense gradients"
 

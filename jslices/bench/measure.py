@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
+from jslices._proof.targets import AXIS, Target
 from jslices.bench.sizes import BATCHES, Sizes
-from jslices.optim import PerformanceHint
-from jslices.proof.targets import AXIS, Target
 
 WARM, TIMED = 4, 10  # steps a turn
 #: The size of each of the two arrays by which the bandwidth is measured.
@@ -170,7 +169,7 @@ def compile_step(
             trained = js.row_major(args[:2]) if by_rows else args[:2]
             rows = jax.tree.map(lambda x: x.shape[:1] == table.shape[:1], trained)
             args = (*target.place(trained, rows), *target.place(args[2:], several))
-        warnings.simplefilter("ignore", PerformanceHint)  # its effect is measured here
+        warnings.simplefilter("ignore", js.PerformanceHint)  # its effect is measured here
         return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
 
 

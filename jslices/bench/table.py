@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jslices.extend import human_bytes
+from jslices._densify import human_bytes
 
 NONE = "-"
 

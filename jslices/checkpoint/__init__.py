@@ -9,8 +9,7 @@ TensorFlow to here, and back; ``load_word_vectors`` and ``save_word_vectors`` ve
 the files of word2vec, GloVe and fastText.
 """
 
-from jslices import DataLossError as DataLossError
-from jslices import NotFoundError as NotFoundError
+from jslices._names import public as _public
 from jslices.checkpoint.resize import reset_rows as reset_rows
 from jslices.checkpoint.resize import resize_rows as resize_rows
 from jslices.checkpoint.saver import Saver as Saver
@@ -24,3 +23,7 @@ from jslices.checkpoint.state_file import update_checkpoint_state as update_chec
 from jslices.checkpoint.word_vectors import WordVectors as WordVectors
 from jslices.checkpoint.word_vectors import load_word_vectors as load_word_vectors
 from jslices.checkpoint.word_vectors import save_word_vectors as save_word_vectors
+from jslices.errors import DataLossError as DataLossError
+from jslices.errors import NotFoundError as NotFoundError
+
+__all__, __dir__ = _public(__name__)

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jslices import DataLossError, InvalidArgumentError, NotFoundError
+from jslices import InvalidArgumentError
 from jslices.checkpoint import boxes, files
 from jslices.checkpoint.info import INFO_KEY, Delta, Info, parse_info
 from jslices.checkpoint.leaves import Spec, check_values
 from jslices.checkpoint.tensors import CODES, TensorFile, dtype_named, empty_array
 from jslices.checkpoint.text_format import parse_text
 from jslices.checkpoint.trees import brief, check_names, matching
+from jslices.errors import DataLossError, NotFoundError
 
 
 def is_published(temporary: str, path: str, save_id: str) -> bool:

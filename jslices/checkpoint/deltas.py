@@ -8,14 +8,15 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
+from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices._typing import PyTree
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
 from jslices.checkpoint.trees import clocks_in, matching, named_leaves
 from jslices.checkpoint.writing import Part
-from jslices.extend import PyTree
+from jslices.errors import NotFoundError
 
 #: Ids of rows, a mask of them, or the slices of a gradient.
 Ids: TypeAlias = Array | IndexedSlices | Sequence[int]

@@ -14,7 +14,7 @@ from jslices import InvalidArgumentError
 from jslices.checkpoint import boxes
 from jslices.checkpoint.processes import is_spread
 from jslices.checkpoint.tensors import CODES, Tensor, dtype_named
-from jslices.extend import OTHER_NUMBERS
+from jslices.optim.engine.clock import OTHER_NUMBERS
 
 #: Reads a saved array, or a box of it.
 Read = Callable[[boxes.Box | None], np.ndarray]

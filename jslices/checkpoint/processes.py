@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jslices import InvalidArgumentError
-from jslices.extend import PyTree
+from jslices._typing import PyTree
 
 _TEXT_BYTES = 1024  # of a text that processes exchange
 

@@ -12,6 +12,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation, is_slices, mask_rows, row_major
+from jslices._place.boundary import like_first, on_any_mesh
+from jslices._rows.access import canonical_indices
+from jslices._rows.ids import as_ids
+from jslices._slices import rows_at
+from jslices._slices.held import held_where, takes_held, unheld
+from jslices._typing import Params, PyTree, State
 from jslices.checkpoint import trees
 from jslices.checkpoint.state_walk import placed
 from jslices.checkpoint.trees import (
@@ -22,22 +28,8 @@ from jslices.checkpoint.trees import (
     matching,
     named_leaves,
 )
-from jslices.extend import (
-    OTHER_NUMBERS,
-    Params,
-    PyTree,
-    RowClock,
-    State,
-    as_ids,
-    as_transformation,
-    canonical_indices,
-    held_where,
-    like_first,
-    on_any_mesh,
-    rows_at,
-    takes_held,
-    unheld,
-)
+from jslices.extend import as_transformation
+from jslices.optim.engine.clock import OTHER_NUMBERS, RowClock
 
 
 class _Source(NamedTuple):

@@ -15,7 +15,10 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices import DataLossError, InvalidArgumentError, NotFoundError
+from jslices import InvalidArgumentError
+from jslices._densify import warn_at_line
+from jslices._slices.held import held_where, unheld
+from jslices._typing import PyTree
 from jslices.checkpoint import files, state_file, trees, writing
 from jslices.checkpoint.archive import Archive
 from jslices.checkpoint.deltas import delta_part, open_base
@@ -23,14 +26,8 @@ from jslices.checkpoint.files import Path
 from jslices.checkpoint.leaves import Leaf, as_leaf, misfit, restore, restore_like
 from jslices.checkpoint.processes import ALONE, Processes, processes_of
 from jslices.checkpoint.retention import Retention
-from jslices.extend import (
-    OLD_CLOCK,
-    OTHER_NUMBERS,
-    PyTree,
-    held_where,
-    unheld,
-    warn_at_line,
-)
+from jslices.errors import DataLossError, NotFoundError
+from jslices.optim.engine.clock import OLD_CLOCK, OTHER_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)

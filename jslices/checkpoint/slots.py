@@ -15,11 +15,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jslices import GradientTransformation
+from jslices._slices.held import takes_held
+from jslices._typing import Params, PyTree, State
 from jslices.checkpoint import state_walk
 from jslices.checkpoint.slot_names import LIBRARIES, NAMES, OTHERWISE, SQUARES
 from jslices.checkpoint.trees import listed
-from jslices.extend import Params, PyTree, State, has_rows_behind, takes_held
 from jslices.optim import AdadeltaState, SgdState
+from jslices.optim.engine.clock import has_rows_behind
 
 #: The dict of slots of one parameter.
 Slots = Mapping[str, Any]

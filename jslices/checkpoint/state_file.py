@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jslices import DataLossError, NotFoundError
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import is_published, saved_id
 from jslices.checkpoint.files import Path
 from jslices.checkpoint.text_format import dump_text, parse_text
 from jslices.checkpoint.trees import brief
+from jslices.errors import DataLossError, NotFoundError
 
 _log = logging.getLogger("jslices.checkpoint")
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from jslices import GradientTransformation, IndexedSlices
+from jslices._typing import Params, State
 from jslices.checkpoint.slot_names import FUSED, NAMES
-from jslices.extend import Params, State
 
 
 class StateArray(NamedTuple):

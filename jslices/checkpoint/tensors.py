@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from jslices import DataLossError
 from jslices.checkpoint import files
+from jslices.errors import DataLossError
 
 #: The dtypes for which safetensors has a name; all others are stored as bytes.
 CODES = {

@@ -11,8 +11,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jslices import IndexedSlices, InvalidArgumentError, NotFoundError, is_slices
-from jslices.extend import PyTree, RowClock, is_held, opened, unheld
+from jslices import IndexedSlices, InvalidArgumentError, is_slices
+from jslices._slices import opened
+from jslices._slices.held import is_held, unheld
+from jslices._typing import PyTree
+from jslices.errors import NotFoundError
+from jslices.optim.engine.clock import RowClock
 
 #: Names of variables, or ``{name in the checkpoint: name in the variables}``; None: all.
 VarList: TypeAlias = Sequence[str] | Mapping[str, str] | None

@@ -18,9 +18,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 import jslices
-from jslices import DataLossError, NotFoundError
 from jslices.checkpoint.boxes import row_blocks
 from jslices.checkpoint.files import Path, other_kind, replacing
+from jslices.errors import DataLossError, NotFoundError
 
 _SIZES = re.compile(rb"\s*(\d{1,12})\s+([1-9]\d{0,5})\s*")
 #: Bytes of a line of text, and of a word: in another file either may never end.

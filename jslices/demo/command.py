@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 import jslices as js
+from jslices._densify import human_bytes
+from jslices._install import install_command
 from jslices.demo import picture, skipgram
 from jslices.demo.picture import refused
 from jslices.demo.skipgram import Corpus, read_corpus
-from jslices.extend import human_bytes, install_command
 
 SHOWN = ("append", "width", "open", "int", "lock", "socket", "month", "encode")
 RARE = 50  # words seen less often are hardly trained

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jslices.extend import install_command
+from jslices._install import install_command
 
 WORDS, GROUPS, LABELS = 1_000, 10, 100
 refused = functools.partial(argparse.ArgumentError, None)

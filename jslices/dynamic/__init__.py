@@ -14,3 +14,4 @@ from jslices.dynamic.maps import IdMap as IdMap
 from jslices.dynamic.maps import id_map as id_map
 
 __all__ = ["Admitted", "IdMap", "WideIds", "id_map", "wide_ids"]
+__dir__ = __all__.copy

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from jslices import Exchange, FailedPreconditionError, InvalidArgumentError
+from jslices import Exchange, InvalidArgumentError
+from jslices._arguments import Number, OneOf
+from jslices._place.boundary import on_any_mesh
 from jslices.dynamic.buckets import COUNTERS, NO_ROW, WAYS, Part, buckets_of
 from jslices.dynamic.devices import exchange_of, on_each_part
 from jslices.dynamic.ids import NOBODY, WORD, WideIds, hashed, is_padding
-from jslices.extend import Number, OneOf, on_any_mesh
+from jslices.errors import FailedPreconditionError
 
 Policy = Literal["lru", "lfu", "tinylfu", "never"]
 

@@ -22,3 +22,4 @@ except ImportError as _error:
 from jslices.experimental.table import Table, arrays, like, table
 
 __all__ = ["Table", "arrays", "like", "table"]
+__dir__ = __all__.copy

@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import hijax
 
 from jslices import IndexedSlices, concat_slices, is_slices
+from jslices._rows.access import empty_index, index_dtype
+from jslices._typing import PyTree
 from jslices.experimental.call import IN_CHECKPOINT, Call, Wrapping, call, type_of
-from jslices.extend import PyTree, empty_index, index_dtype
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ read and write all of it at every step. Two calls change that::
 variables; :mod:`jslices.keras.training` is the train step.
 """
 
-from jslices.extend import install_command
+from jslices._install import install_command
 
 try:
     import keras
@@ -30,3 +30,4 @@ from jslices.keras.optimizer import Optimizer as Optimizer
 from jslices.keras.training import row_gradients as row_gradients
 
 __all__ = ["Optimizer", "row_gradients"]
+__dir__ = __all__.copy

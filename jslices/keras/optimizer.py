@@ -21,7 +21,9 @@ from jslices import (
     optim,
     tree,
 )
-from jslices.extend import Number, PyTree, State, warn_at_line
+from jslices._arguments import Number
+from jslices._densify import warn_at_line
+from jslices._typing import PyTree, State
 
 #: A value for each variable of the model, in their order, by their paths.
 ByPath: TypeAlias = Mapping[str, Any]

@@ -8,7 +8,7 @@ import keras
 
 from jslices import GradientTransformation, optim
 from jslices import train_step as whole_step
-from jslices.extend import Params, PyTree, State
+from jslices._typing import Params, PyTree, State
 from jslices.keras.optimizer import Optimizer
 
 #: What does the same as an optimizer of Keras: arguments that follow the learning rate.

@@ -38,7 +38,7 @@ over devices: each device steps its own rows.
 from typing import Any as _Any
 
 from jslices._names import no_such_name as _no_such_name
-from jslices._place.hints import PerformanceHint as PerformanceHint
+from jslices._names import public as _public
 from jslices._typing import Schedule as Schedule
 from jslices.optim.adadelta import AdadeltaState as AdadeltaState
 from jslices.optim.adadelta import adadelta as adadelta
@@ -75,10 +75,10 @@ from jslices.optim.rowwise_adagrad import rowwise_adagrad as rowwise_adagrad
 from jslices.optim.sgd import SgdState as SgdState
 from jslices.optim.sgd import sgd as sgd
 from jslices.optim.transforms.chain import chain as chain
-from jslices.optim.transforms.clip import clip as clip
-from jslices.optim.transforms.clip import clip_by_block_rms as clip_by_block_rms
-from jslices.optim.transforms.clip import clip_global_norm as clip_global_norm
-from jslices.optim.transforms.clip import clip_row_norms as clip_row_norms
+from jslices.optim.transforms.clip_links import clip as clip
+from jslices.optim.transforms.clip_links import clip_by_block_rms as clip_by_block_rms
+from jslices.optim.transforms.clip_links import clip_by_global_norm as clip_by_global_norm
+from jslices.optim.transforms.clip_links import clip_rows_by_norm as clip_rows_by_norm
 from jslices.optim.transforms.freeze import freeze_rows as freeze_rows
 from jslices.optim.transforms.from_optax import from_optax as from_optax
 from jslices.optim.transforms.multi_steps import MultiStepsState as MultiStepsState
@@ -92,7 +92,8 @@ from jslices.optim.transforms.partition import partition as partition
 from jslices.optim.transforms.rows import combine_duplicates as combine_duplicates
 from jslices.optim.transforms.scale import scale as scale
 from jslices.optim.transforms.state_dtype import with_state_dtype as with_state_dtype
-from jslices.optim.transforms.train_step import train_step as exact_step  # noqa: F401
+
+__all__, __dir__ = _public(__name__)
 
 
 def __getattr__(name: str) -> _Any:

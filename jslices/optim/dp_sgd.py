@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices._errors import InvalidArgumentError
 from jslices._rows.rounding import key_bits
 from jslices._typing import Change, Key, PyTree, Record
+from jslices.errors import InvalidArgumentError
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import MissedSteps
@@ -59,7 +59,7 @@ def dp_sgd(
     Raises:
       TypeError: for numbers that are arrays, as they may change while noise waits; for a
         key that is none; in a step, for parameters that are not float32 or float64.
-      ValueError: in a :func:`jslices.optim.exact_step`, whose gradients are not clipped by
+      ValueError: in a :func:`jslices.train_step`, whose gradients are not clipped by
         example; in a :class:`jslices.HostTable`.
 
     Cost: a step reads and writes ``U * D`` elements and draws them twice.

@@ -8,7 +8,10 @@ that are written for it. Import them by themselves::
     from jslices.tables import stack_tables
 """
 
-from jslices.extend import Stacked as Stacked
+from jslices._names import public as _public
+from jslices._slices import Stacked as Stacked
 from jslices.tables.arrays import StackedTables as StackedTables
 from jslices.tables.trees import Unstack as Unstack
 from jslices.tables.trees import stack_tables as stack_tables
+
+__all__, __dir__ = _public(__name__)

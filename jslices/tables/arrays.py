@@ -13,7 +13,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 import jslices as js
-from jslices import extend
+from jslices._lookup.bags import as_bags
+from jslices._lookup.embedding import is_padding
+from jslices._place.boundary import explicit_mesh
+from jslices._rows.access import index_dtype
+from jslices._rows.ids import as_ids, check_mode, refuse_bad_ids, settle
+from jslices._slices import rows_at
 
 Initializer = Callable[..., jax.Array]
 
@@ -163,7 +168,7 @@ class StackedTables:
         spans = self._spans.items()
         if not isinstance(stacked, js.IndexedSlices):
             kind = jax.typeof(stacked)
-            if extend.explicit_mesh(kind) is not None and kind.sharding.spec[0] is not None:
+            if explicit_mesh(kind) is not None and kind.sharding.spec[0] is not None:
                 raise js.InvalidArgumentError(
                     "split wants an array whose rows are not split over the Explicit axis "
                     f"{kind.sharding.spec[0]!r}: look up tables.rows(ids, name), or make "
@@ -236,10 +241,10 @@ class StackedTables:
           IndexError: in mode ``"check"``, naming table, position and range; under jit
             through ``jax.experimental.checkify``.
         """
-        extend.check_mode(mode, "rows")
-        numbers = extend.as_ids(ids, "rows")
+        check_mode(mode, "rows")
+        numbers = as_ids(ids, "rows")
         if padding_id is not None:
-            padding = extend.is_padding(ids, numbers, padding_id)
+            padding = is_padding(ids, numbers, padding_id)
             rows = self.rows(jnp.where(padding, 0, numbers), which, mode=mode)
             return jnp.where(padding, jnp.asarray(-1, rows.dtype), rows)
         if isinstance(which, str):
@@ -252,7 +257,7 @@ class StackedTables:
                 f"{list(numbers.shape)}; for ids of one table: rows(ids, {self.names[0]!r})"
             )
         which = np.arange(count) if which is None else which
-        tables = extend.as_ids(which, "rows", "which")
+        tables = as_ids(which, "rows", "which")
         try:
             fits = np.broadcast_shapes(tables.shape, numbers.shape) == numbers.shape
         except ValueError:
@@ -264,14 +269,14 @@ class StackedTables:
             )
         tables = tables.reshape((1,) * (numbers.ndim - tables.ndim) + tables.shape)
         if mode == "check":
-            extend.refuse_bad_ids(tables, count, "rows", "which")
+            refuse_bad_ids(tables, count, "rows", "which")
             for number, (name, (_, size)) in enumerate(self._spans.items()):
                 others = jnp.broadcast_to(tables != number, numbers.shape)
-                extend.refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
-        dtype = extend.index_dtype(self.num_rows, np.dtype(numbers.dtype))
+                refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
+        dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
         # An id of no table gets a table without rows.
         sizes, firsts = (
-            extend.rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
+            rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
             for x in (self.sizes, self.offsets)
         )
         return self._settled_rows(numbers, sizes, firsts, mode)
@@ -293,9 +298,9 @@ class StackedTables:
         """
         self._check_stacked(stacked, "lookup")
         self._check_by_name(ids, "lookup", "ids")
-        extend.check_mode(mode, "lookup")
+        check_mode(mode, "lookup")
         parts = {
-            name: self._rows_of(name, x, extend.as_ids(x, "lookup"), mode, "lookup")
+            name: self._rows_of(name, x, as_ids(x, "lookup"), mode, "lookup")
             for name, x in ids.items()
         }
         rows = jnp.concatenate([x.reshape(-1) for x in parts.values()])
@@ -327,7 +332,7 @@ class StackedTables:
         """
         caller = "lookup_sparse"
         self._check_stacked(stacked, caller)
-        extend.check_mode(mode, caller)
+        check_mode(mode, caller)
         self._check_by_name(sp_ids, caller, "sp_ids")
         weights = {} if sp_weights is None else sp_weights
         if not isinstance(weights, Mapping) or weights:
@@ -340,7 +345,7 @@ class StackedTables:
             return self._lookup_by_combiner(stacked, sp_ids, weights, combiner, mode)
         spans = self._spans
         bags = {
-            n: extend.as_bags(x, weights.get(n), None, caller, spans[n][1])
+            n: as_bags(x, weights.get(n), None, caller, spans[n][1])
             for n, x in sp_ids.items()
         }
         ends = np.cumsum([bag.num_bags for bag in bags.values()]).tolist()
@@ -410,13 +415,13 @@ class StackedTables:
         any_bool = any(isinstance(x, bool) for x in values.values())
         if any_bool and np.isin(each, (0, 1)).all():
             each = each.astype(bool)  # {"user": True} with a default of 0
-        dtype = extend.index_dtype(self.num_rows, np.dtype("int32"))
+        dtype = index_dtype(self.num_rows, np.dtype("int32"))
         firsts = np.array(self.offsets[1:], dtype)
 
         def of_rows(rows: jax.Array) -> jax.Array:
             starts = firsts.reshape((1,) * rows.ndim + (-1,))
             tables = jnp.sum(rows[..., None] >= starts, axis=-1, dtype=jnp.int32)
-            return extend.rows_at(jnp.asarray(each), tables)
+            return rows_at(jnp.asarray(each), tables)
 
         return of_rows
 
@@ -433,8 +438,8 @@ class StackedTables:
         first, size = self._spans[name]
         if mode == "check":
             if exempt is not None:
-                exempt = exempt.reshape(extend.as_ids(original, caller).shape)
-            extend.refuse_bad_ids(original, size, caller, f"ids of {name!r}", exempt)
+                exempt = exempt.reshape(as_ids(original, caller).shape)
+            refuse_bad_ids(original, size, caller, f"ids of {name!r}", exempt)
         return self._settled_rows(ids, size, first, mode)
 
     def _settled_rows(
@@ -442,7 +447,7 @@ class StackedTables:
     ) -> jax.Array:
         """Rows of ids ``[...]``; ``size`` and ``first`` row of the table of each."""
         how = "drop" if mode in ("fill", "check") else mode
-        row = extend.settle(ids, self.num_rows, how)
+        row = settle(ids, self.num_rows, how)
         size, first = jnp.asarray(size, row.dtype), jnp.asarray(first, row.dtype)
         if mode == "promise_in_bounds":
             return row + first

@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jslices as js
-from jslices import extend
-from jslices.extend import Params, PyTree, Stacked
+from jslices._densify import current_user_line
+from jslices._grad.explain import Explanation
+from jslices._lookup.mark import mark_table
+from jslices._slices import Stacked
+from jslices._slices.held import unheld
+from jslices._typing import Params, PyTree
+from jslices.extend import broadcast_prefix, is_box, unboxed, with_axes
+from jslices.optim.engine.clock import by_row, map_clocks
 from jslices.tables.arrays import StackedTables
 
 #: An array has at most so many rows that int32 numbers them.
@@ -67,9 +73,9 @@ def stack_tables(
 
     Source: ours. FBGEMM's table-batched embeddings want a model that is written for them.
     """
-    leaves, tree = jax.tree.flatten_with_path(extend.unheld(params), is_leaf=_is_leaf)
+    leaves, tree = jax.tree.flatten_with_path(unheld(params), is_leaf=_is_leaf)
     boxes = [x for _, x in leaves]
-    arrays = [extend.unboxed(x) for x in boxes]
+    arrays = [unboxed(x) for x in boxes]
     names = [jax.tree_util.keystr(x, simple=True, separator=".") for x, _ in leaves]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (label, x) in enumerate(
@@ -131,7 +137,7 @@ class Unstack:
         devices: int,
     ) -> None:
         self._tree, self._names, self._members = tree, names, members
-        empty = lambda x: jax.eval_shape(lambda x: x, x) if extend.is_box(x) else None  # noqa: E731
+        empty = lambda x: jax.eval_shape(lambda x: x, x) if is_box(x) else None  # noqa: E731
         self._boxes = [*map(empty, boxes)]
         self.tables = {
             stack: StackedTables({names[i]: jnp.shape(arrays[i]) for i in part}, devices)
@@ -208,7 +214,7 @@ class Unstack:
         is_new: Callable[[Any], bool],
     ) -> Any:
         """The tree with each part of the old form in the new one."""
-        if (plain := extend.unheld(tree)) is not tree:
+        if (plain := unheld(tree)) is not tree:
             return js.hold(self._changed(caller, wanted, plain, is_old, is_new))
         found = jax.tree.leaves(tree, is_leaf=lambda x: is_old(x) or is_new(x))
         has_old, has_new = any(map(is_old, found)), any(map(is_new, found))
@@ -221,13 +227,13 @@ class Unstack:
             return jax.eval_shape(shapes, tree)
         change = self._apart if is_old is _is_stacked else self._together
         new = lambda x: change(x) if is_old(x) else x  # noqa: E731
-        tree = jax.tree.map(new, extend.map_clocks(extend.by_row, tree), is_leaf=is_old)
-        return extend.map_clocks(_counted, tree)
+        tree = jax.tree.map(new, map_clocks(by_row, tree), is_leaf=is_old)
+        return map_clocks(_counted, tree)
 
     def _mirrors(self, tree: PyTree) -> bool:
         """Whether it has an array for each of params, or what a mask leaves of one."""
         try:
-            parts = [extend.unboxed(x) for x in self._tree.flatten_up_to(tree)]
+            parts = [unboxed(x) for x in self._tree.flatten_up_to(tree)]
         except ValueError:
             return False
         arrays = [hasattr(x, "shape") for x in parts]
@@ -239,7 +245,7 @@ class Unstack:
     def _each(self, caller: str, values: PyTree) -> list[Any]:
         params = self._tree.unflatten(range(len(self._names)))
         text = f"{caller} wants values in the structure of params, or a prefix of it"
-        return extend.broadcast_prefix(values, params, text)
+        return broadcast_prefix(values, params, text)
 
     def _stacked(
         self, each: Sequence[Any], value_of: Callable[[str, Sequence[int]], Any]
@@ -254,11 +260,11 @@ class Unstack:
         box = self._boxes[number]
         if box is None or not hasattr(x, "shape"):
             return x
-        return extend.with_axes(box, range(x.ndim), x)
+        return with_axes(box, range(x.ndim), x)
 
     def _together(self, tree: PyTree) -> Stacked:
         boxed = self._tree.flatten_up_to(tree)
-        leaves = [extend.unboxed(x) for x in boxed]
+        leaves = [unboxed(x) for x in boxed]
 
         def stack(name: str, part: Sequence[int]) -> Any:
             arrays = {self._names[i]: leaves[i] for i in part}
@@ -290,7 +296,7 @@ def _marked(x: Any) -> Any:
     """An array of which plain ``jax.grad`` warns that the gradient is dense."""
     if not isinstance(x, jax.core.Tracer) or not _is_of_floats(x):
         return x
-    return extend.mark_table(x, extend.current_user_line(), "unstack")
+    return mark_table(x, current_user_line(), "unstack")
 
 
 def _is_stacked(x: Any) -> bool:
@@ -298,14 +304,14 @@ def _is_stacked(x: Any) -> bool:
 
 
 def _is_leaf(x: Any) -> bool:
-    return extend.is_box(x) or isinstance(x, js.IndexedSlices)
+    return is_box(x) or isinstance(x, js.IndexedSlices)
 
 
 def _labels(where: Any, params: Params, arrays: Sequence[Any]) -> list[Any]:
     """For each array the stacks that it may be in: False for none, True, or a string."""
     if where is None:
         return [jnp.ndim(x) > 1 and len(x) > 0 and _is_of_floats(x) for x in arrays]
-    if isinstance(where, extend.Explanation):
+    if isinstance(where, Explanation):
         shapes = [tuple(x.shape) for x in where.leaves]
         if shapes != [jnp.shape(x) for x in arrays]:
             raise js.InvalidArgumentError(
@@ -314,7 +320,7 @@ def _labels(where: Any, params: Params, arrays: Sequence[Any]) -> list[Any]:
             )
         return [x.kind == "sparse" and x.row_axes == 1 for x in where.leaves]
     text = "where must be bools or strings in the structure of params, or a prefix of it"
-    labels = extend.broadcast_prefix(
+    labels = broadcast_prefix(
         where(params) if callable(where) else where, params, text, _is_leaf
     )
     for x in labels:

@@ -36,9 +36,9 @@ from typing import NoReturn as _NoReturn
 from jslices import DensificationWarning as DensificationWarning
 from jslices import IndexedSlices as IndexedSlices
 from jslices import accumulators as _accumulators
+from jslices import errors as errors
 from jslices.tf1 import _collections, _ops
 from jslices.tf1 import dtypes as dtypes
-from jslices.tf1 import errors as errors
 from jslices.tf1 import initializers as initializers
 from jslices.tf1 import nn as nn
 from jslices.tf1 import random as random
@@ -140,6 +140,7 @@ variance_scaling_initializer = initializers.variance_scaling_initializer
 zeros_initializer = initializers.zeros_initializer
 
 __all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> _NoReturn:

@@ -13,7 +13,7 @@ from jax import dtypes
 from jax.typing import DTypeLike
 
 from jslices import IndexedSlices
-from jslices.extend import PyTree
+from jslices._typing import PyTree
 
 #: What TensorFlow converts to a tensor: an array, a number, a list, a variable.
 TensorLike: TypeAlias = Any

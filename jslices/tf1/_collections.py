@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jslices import FailedPreconditionError
+from jslices.errors import FailedPreconditionError
 from jslices.tf1._names import bare_name
 from jslices.tf1._run import current_run, initial_value
 from jslices.tf1._state import Value, Variables, is_initialized

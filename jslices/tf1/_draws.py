@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jslices import is_slices
-from jslices.extend import called_by_any_jax_operator
+from jslices._jax import called_by_any_jax_operator
 from jslices.tf1 import _run
 from jslices.tf1._arrays import ArrayOperators, MaybeLazy, TensorLike, plain
 from jslices.tf1._run import DrawId, Initialization

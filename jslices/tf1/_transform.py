@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices.extend import PyTree
+from jslices._typing import PyTree
 from jslices.tf1._arrays import is_array
 from jslices.tf1._draws import LazyValue
 from jslices.tf1._names import bare_name

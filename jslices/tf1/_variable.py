@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jslices as js
 from jslices import IndexedSlices
-from jslices.extend import check_slices
+from jslices._slices import check_slices
 from jslices.tf1 import _arrays
 from jslices.tf1._arrays import ArrayOperators, TensorLike, is_array, plain
 from jslices.tf1._creation import Request, create, request_of
@@ -184,7 +184,7 @@ class Variable(ArrayOperators):
         if self._run is not None:
             self._check_open(self._run)
             if not is_initialized(self._value):
-                raise js.FailedPreconditionError(
+                raise js.errors.FailedPreconditionError(
                     f"Attempting to use uninitialized value {self.info.name}; these "
                     "variables are only declared: make them with model.init(key, *args)"
                 )
@@ -322,7 +322,7 @@ class Variable(ArrayOperators):
         before = self.value()
         in_init = self._run is not None and self._run.phase == "init"
         if not (in_init or isinstance(before, jax.core.Tracer)) and int(before) >= limit:
-            raise js.OutOfRangeError(f"Reached limit of {limit}: {self.name}")
+            raise js.errors.OutOfRangeError(f"Reached limit of {limit}: {self.name}")
         self._write(jnp.where(before < limit, before + 1, before), what)
         return before
 

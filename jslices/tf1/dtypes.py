@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jslices._names import public
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DType:
@@ -81,3 +83,5 @@ uint8 = as_dtype(np.uint8)
 uint16 = as_dtype(np.uint16)
 uint32 = as_dtype(np.uint32)
 uint64 = as_dtype(np.uint64)
+
+__all__, __dir__ = public(__name__)

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jslices._names import public
 from jslices.tf1 import _arrays
 from jslices.tf1._arrays import MaybeLazy, ShapeLike, canonical_dtype, static_shape
 from jslices.tf1._draws import can_draw, drawn
@@ -430,3 +431,5 @@ truncated_normal = truncated_normal_initializer
 uniform_unit_scaling = uniform_unit_scaling_initializer
 variance_scaling = variance_scaling_initializer
 zeros = zeros_initializer
+
+__all__, __dir__ = public(__name__)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import jslices as js
+from jslices._names import public
 from jslices.tf1._arrays import TensorLike, operation
 from jslices.tf1._instead import missing
 from jslices.tf1.sparse import SparseTensor
@@ -244,6 +245,9 @@ def conv2d(
 def relu(features: TensorLike, name: str | None = None) -> jax.Array:
     """``max(features, 0)`` by ``jax.nn.relu``, in the shape and dtype of ``features``."""
     return jax.nn.relu(features)
+
+
+__all__, __dir__ = public(__name__)
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -7,6 +7,9 @@ from jax.typing import ArrayLike
 from jslices import accumulators
 from jslices.tf1 import _ops
 
+__all__ = ["SparseConditionalAccumulator", "SparseTensor", "mask"]
+__dir__ = __all__.copy
+
 SparseConditionalAccumulator = accumulators.SparseConditionalAccumulator
 mask = _ops.sparse_mask
 

@@ -7,12 +7,16 @@ from typing import NoReturn
 import jax
 
 import jslices as js
+from jslices._typing import PyTree
 from jslices.checkpoint import SaverDef as SaverDef
 from jslices.checkpoint import get_checkpoint_state as get_checkpoint_state
 from jslices.checkpoint import latest_checkpoint as latest_checkpoint
 from jslices.checkpoint import update_checkpoint_state as update_checkpoint_state
-from jslices.extend import PyTree
 from jslices.tf1._instead import missing
+
+__all__ = ["Saver", "SaverDef", "get_checkpoint_state", "latest_checkpoint"]
+__all__ += ["update_checkpoint_state"]
+__dir__ = __all__.copy
 
 
 class Saver(js.Saver):

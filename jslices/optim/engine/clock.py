@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jslices._jax import flatten, is_staged, is_symbolic, varying_axes
 from jslices._place import boundary
@@ -52,11 +53,12 @@ class Clock(NamedTuple):
     :meth:`RowClock.of`.
     """
 
-    last: Any  #: like params, ``[V]`` (``row_like``): the marks of a :class:`RowClock`.
+    last: PyTree  #: like params, ``[V]`` (``row_like``): the marks of a :class:`RowClock`.
     whole: jax.Array  #: int32, one a parameter: its last step as a whole, or -1.
     log: tuple[jax.Array, ...]  #: ``[lines, L]``, of each rule: see :class:`MissedSteps`.
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
-    own: Any = None  #: of rows from elsewhere, their columns ``[U, lines]``, for each log.
+    #: Of rows from elsewhere, their columns ``[U, lines]``, for each log.
+    own: tuple[jax.Array | None, ...] | None = None
     #: int32 ``[2]``: a hash of the numbers that made the log, and the step since when.
     numbers: jax.Array | None = None
 
@@ -119,7 +121,7 @@ class RowClock(NamedTuple):
     count: Any  # type: ignore[assignment]  #: int32 ``[]``
 
     @classmethod
-    def of(cls, last: Any, whole: Any, count: Any) -> "RowClock":
+    def of(cls, last: ArrayLike, whole: ArrayLike, count: Any) -> "RowClock":
         """Of rows ``last`` of an array whose last step as a whole was ``whole``.
 
         Which frees rows that were held until then.

@@ -12,7 +12,8 @@ what a row that did its last step at ``s`` has to know. Step ``n`` opens its own
 and brings those of the last W steps up to date, ``S(s, n) = S(s, n - 1) * (1 - lr(n) *
 weight_decay(n)) + f(n) * ratio**(n - s)``. Beyond this window ``ratio**W`` is lost to
 rounding, and a column stays as it is: what is left of it is ``S(s, s + W) * P(s + W, n)``.
-Only rates of steps that were taken are used, whatever they come from. See docs/exact.md.
+Only rates of steps that were taken are used, whatever they come from. docs/exact.md has it
+in pictures, and what was measured. Begin with ``opened``, ``logged`` and ``missed``.
 
 All numbers have the dtype of the log: float64 where a table has it, else float32.
 """
@@ -21,13 +22,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import Partial
+from jax.typing import ArrayLike
 
 from jslices._rows.access import per_row
 from jslices._typing import Arrays, Change, Record, Scalar, Schedule
@@ -42,6 +44,10 @@ LOG_ZERO = -1e4
 LONG_LOG = 1 << 11
 #: The window has at most so many steps, each of which every step brings up to date.
 LONGEST_WINDOW = 1 << 18
+
+
+#: A log ``[lines, L]``, and the step since when it is by the numbers of its rule, if kept.
+Log: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 class Series(NamedTuple):
@@ -263,7 +269,7 @@ class MissedSteps:
 
     def missed(
         self,
-        known_log: tuple[jax.Array, Any],
+        known_log: Log,
         count: jax.Array,
         last: jax.Array,
         columns: Sequence[jax.Array] = (),
@@ -378,7 +384,7 @@ def _at(log: jax.Array, step: jax.Array) -> jax.Array:
     return _slice(log, step & (log.shape[1] - 1), 1)[:, 0]
 
 
-def _slice(log: Any, start: jax.Array, columns: int) -> jax.Array:
+def _slice(log: ArrayLike, start: jax.Array, columns: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(jnp.asarray(log), start, columns, axis=1)
 
 

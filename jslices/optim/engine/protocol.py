@@ -15,7 +15,6 @@ from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
 from jslices._densify import warn_at_line
-from jslices._errors import InvalidArgumentError
 from jslices._grad.now import Missed, as_now
 from jslices._jax import flatten, is_staged, takes_tables
 from jslices._place import boundary, donated
@@ -26,6 +25,7 @@ from jslices._slices import IndexedSlices, Stacked, check_slices, each_shard, is
 from jslices._slices.held import takes_held, unheld
 from jslices._slices.slices import deduplicated, rows_at, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
+from jslices.errors import InvalidArgumentError
 from jslices.optim.engine.clock import flushed, map_clocks
 from jslices.optim.engine.now import current_reading, reading
 

@@ -1,4 +1,14 @@
-"""Optimizers of trees of arrays, made from a rule."""
+"""Optimizers of trees of arrays, made from a rule.
+
+A rule knows one array, or some rows of it; trees are made lists here. ``_arrays`` has each
+parameter with its record of the state and its clock, ``_kernels`` the arithmetic,
+``_step_leaf`` runs it, by ``step_rows`` where the gradient is rows, and ``_with_arrays``
+puts back what changed. Rows that no gradient touches stay as they are, and a parameter and
+its state where the gradient is None.
+
+The log is written when all leaves are stepped (``_ticked``): XLA:CPU copies it otherwise.
+Begin with ``_step``. A lazy optimizer needs nothing of "rows that catch up".
+"""
 
 import collections
 import functools
@@ -10,16 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial, PyTreeDef
+from jax.typing import ArrayLike
 
 from jslices._arguments import check_array, is_function, shown
 from jslices._densify import warn_at_line
 from jslices._grad.now import as_now
 from jslices._jax import broadcast_prefix, flatten, is_staged, traces, usual_promotion
 from jslices._place.boundary import laid_out_as, on_any_mesh, platform_of, shardings_of
-from jslices._place.hints import (
-    hint_many_tables,
-    warn_of_columns,
-)
+from jslices._place.hints import hint_many_tables, warn_of_columns
 from jslices._slices import IndexedSlices, is_slices
 from jslices._typing import Change, Gradients, Key, Leaf, Params, PyTree, Record, State
 from jslices.optim.engine import catch_up as exact
@@ -40,17 +48,11 @@ from jslices.optim.engine.clock import (
     new_clock,
     with_rows_in_turn,
 )
-from jslices.optim.engine.missed import MissedSteps, hash_of
+from jslices.optim.engine.missed import Log, MissedSteps, hash_of
 from jslices.optim.engine.now import Reading, current_reading
 from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation
-from jslices.optim.engine.rule import (
-    Kernel,
-    Rule,
-    Step,
-    in_dtypes_of,
-    row_of,
-)
+from jslices.optim.engine.rule import Kernel, Rule, Step, in_dtypes_of, row_of
 from jslices.optim.engine.step import Plan, choose_plan, step_rows
 
 
@@ -102,10 +104,10 @@ def _unpickled(state_type: Any, *parts: PyTree) -> Any:
 class _OfClock(NamedTuple):
     """What the clock has of an array, besides the last steps of its rows."""
 
-    log: tuple[jax.Array, Any]  #: of its rule, and since when it is by its numbers.
-    whole: Any  #: its last step as a whole.
+    log: Log  #: of its rule.
+    whole: ArrayLike  #: its last step as a whole, or -1.
     number: int  #: of the parameter, among those that the state is of.
-    own: Any  #: the columns of its rows, if they bring them along.
+    own: jax.Array | None  #: the columns of its rows, if they bring them along.
 
 
 class _Array(NamedTuple):
@@ -115,7 +117,12 @@ class _Array(NamedTuple):
     rule: Rule
     p: Any
     state: Record  #: with ``"last"`` if its rows catch up, and ``"row_keys"`` if by noise.
-    clock: Any  #: an ``_OfClock`` if its rows catch up.
+    of_clock: _OfClock | None  #: if its rows catch up.
+
+    @property
+    def clock(self) -> _OfClock:
+        assert self.of_clock is not None
+        return self.of_clock
 
 
 class _RuleOnTrees:
@@ -226,7 +233,7 @@ class _RuleOnTrees:
             mine = {name: each.state[name] for name in self.names}
             grad = checked_gradient(each.path, grad, each.p, mine, shapes)
             by_row = isinstance(grad, IndexedSlices)
-            if each.clock is not None and by_row:
+            if each.of_clock is not None and by_row:
                 is_unread = protocol.has_no_rows(grad) and adds and each.p is not None
                 does_missed |= is_unread
                 if does_missed:
@@ -237,7 +244,7 @@ class _RuleOnTrees:
             if does_missed:
                 kernel = exact.after(self._missed_kernel(state, each), kernel)
             first, changed = _step_leaf(adds, each, kernel, grad)
-            if each.clock is not None and changed is not None and not by_row:
+            if each.of_clock is not None and changed is not None and not by_row:
                 as_whole.append(each.clock.number)
                 changed["last"] = each.state["last"]
             stepped.append(first)
@@ -259,7 +266,7 @@ class _RuleOnTrees:
             clock = clock._replace(numbers=jnp.array(now, jnp.int32))
         return clock._replace(log=log, whole=whole)  # type: ignore[no-any-return]
 
-    def _since(self, state: State) -> Any:
+    def _since(self, state: State) -> jax.Array | None:
         """The step since when the log is by the numbers of these rules."""
         rules, logs, numbers = self._missed_of_rules, state.clock.log, state.clock.numbers
         fits = [steps.fits(log) for steps, log in zip(rules, logs, strict=False)]
@@ -497,13 +504,13 @@ class _RuleOnTrees:
             arrays.append(_Array(path, rule, p, mine, of_clock))
         return arrays
 
-    def _clocks(self, state: State, tree: PyTreeDef) -> list[tuple[Any, Any, int]]:
+    def _clocks(self, state: State, tree: PyTreeDef) -> list[tuple[Leaf, ArrayLike, int]]:
         """For each leaf the last steps of its rows, of all of it, and its number."""
         clocks, number, whole = [], 0, state.clock.whole
         if not isinstance(whole, jax.core.Tracer):  # or each number is a program
             whole = np.asarray(whole)
         for last in arrays_of(state.clock, "last", tree):
-            own = whole[number] if hasattr(last, "shape") else None
+            own = whole[number] if hasattr(last, "shape") else -1  # of no parameter
             clocks.append((last, own, number))
             number += len(jax.tree.leaves(last))
         return clocks

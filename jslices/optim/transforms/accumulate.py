@@ -94,7 +94,7 @@ def accumulate_gradients(
     return tree.unflatten(map(total, shapes, sums, rows))
 
 
-def reduce_stacked(tree: PyTree, reduction: str = "mean") -> Any:
+def sum_stacked(tree: PyTree, reduction: str = "mean") -> Any:
     """The mean of gradients that are stacked along a leading axis.
 
     For results of ``lax.scan`` and ``jax.vmap``: the rows of all T gradients become one
@@ -123,15 +123,15 @@ def reduce_stacked(tree: PyTree, reduction: str = "mean") -> Any:
       >>> loss = lambda table, ids: table[ids].mean()
       >>> step = lambda carry, ids: (carry, js.grad(loss)(table, ids))
       >>> _, stacked = jax.lax.scan(step, None, batches)
-      >>> stacked.values.shape, js.reduce_stacked(stacked).indices
+      >>> stacked.values.shape, js.sum_stacked(stacked).indices
       ((2, 2, 1), Array([0, 3, 5, 9], dtype=int32))
 
     Source: ours. TensorFlow's accumulators do this between steps.
     """
-    REDUCTION.check("reduce_stacked", "reduction", reduction)
+    REDUCTION.check("sum_stacked", "reduction", reduction)
     leaves, structure = flatten(tree, is_leaf=is_leaf)
     leaves = [as_leaf(x) for x in leaves]
-    count = leading_axis("reduce_stacked", leaves)
+    count = leading_axis("sum_stacked", leaves)
     divisor = count if reduction == "mean" else None
     return structure.unflatten([x if x is None else merge_leaf(x, divisor) for x in leaves])
 

@@ -1,4 +1,4 @@
-"""Clipping, as functions of TensorFlow's names and as transformations for a chain.
+"""Clipping, as functions of gradients; ``clip_links`` has the transformations.
 
 All functions first sum the entries of slices that name the same row, and return unique
 rows, so that slices give what the dense gradient would. docs/operations.md lists the
@@ -20,21 +20,17 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices._arguments import Number, check_array, is_real, refused
-from jslices._errors import InvalidArgumentError
 from jslices._jax import flatten, takes_tables
 from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
 from jslices._slices import IndexedSlices, deduplicated, is_slices, slices_of
 from jslices._typing import Leaf, PyTree
-from jslices.optim.engine.constructors import combinator
-from jslices.optim.engine.protocol import GradientTransformation, StateOfRows, is_leaf
+from jslices.errors import InvalidArgumentError
+from jslices.optim.engine.protocol import is_leaf
 from jslices.optim.transforms import norms
-from jslices.optim.transforms.base import each_leaf, stateless
 
 Args = ParamSpec("Args")
 Clipped = TypeVar("Clipped")
-
-# --- Functions ------------------------------------------------------------------------
 
 
 def _for_gradients(
@@ -58,7 +54,7 @@ def _for_gradients(
     return decorate
 
 
-@_for_gradients("clip_global_norm(max_norm)")
+@_for_gradients("clip_by_global_norm(max_norm)")
 @takes_tables(like=0, part=0)
 def clip_by_global_norm(
     tree: PyTree, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
@@ -93,8 +89,8 @@ def clip_by_global_norm(
       >>> clipped[0].to_dense()[1], norm
       (Array([4., 0.], dtype=float32), Array(8., dtype=float32))
 
-    Source: ``tf.clip_by_global_norm``. :func:`jslices.optim.clip_global_norm` is the same
-    as a transformation.
+    Source: ``tf.clip_by_global_norm``. :func:`jslices.optim.clip_by_global_norm` is the
+    same as a transformation.
     """
     name = "clip_by_global_norm"
     limit = check_limit(name, "clip_norm", clip_norm, single=True)
@@ -154,7 +150,7 @@ def clip_by_norm(
     return _clip_over(t, limit, name="clip_by_norm", axes=axes)
 
 
-@_for_gradients("clip_row_norms(max_norm)")
+@_for_gradients("clip_rows_by_norm(max_norm)")
 @takes_tables(like=0)
 def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
     """Scales down the rows of ``t`` whose own norm exceeds a limit.
@@ -180,8 +176,8 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
              [0.3, 0.4]], dtype=float32)
 
     Source: ``tf.clip_by_norm`` over all axes but the first, and the ``max_norm`` that
-    ``tf.nn.embedding_lookup`` applies to rows. :func:`jslices.optim.clip_row_norms` is the
-    same as a transformation.
+    ``tf.nn.embedding_lookup`` applies to rows. :func:`jslices.optim.clip_rows_by_norm` is
+    the same as a transformation.
     """
     name = "clip_rows_by_norm"
     limit = check_limit(name, "max_norm", max_norm)
@@ -300,118 +296,6 @@ def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike)
     elif jnp.issubdtype(x.dtype, jnp.floating):
         x = jnp.where(holds_zero, x, jnp.array(jnp.nan, x.dtype))
     return t.with_values(x)
-
-
-# --- Transformations ------------------------------------------------------------------
-
-
-@combinator
-def clip_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
-    """:func:`jslices.clip_by_global_norm` to ``max_norm`` ``[]``, without a state.
-
-    Untouched rows stay untouched. Errors and cost are those of the function; the limit is
-    checked at once.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices as js, optax
-      >>> tx = optax.chain(js.optim.clip_global_norm(4.0), js.sgd(1.0))
-      >>> table = jnp.zeros((4, 2))
-      >>> values = jnp.array([[3., 0.], [5., 0.]])
-      >>> grads = js.IndexedSlices(values, jnp.array([1, 1]), (4, 2))
-      >>> updates, state = tx.update(grads, tx.init(table), table)
-      >>> js.apply_updates(table, updates)[1]
-      Array([-4.,  0.], dtype=float32)
-
-    Source: ``optax.clip_by_global_norm``, which gives the same on dense gradients, except
-    that an infinite norm turns finite numbers into zeros there, and into NaN here.
-    """
-    check_limit("clip_global_norm", "max_norm", max_norm, single=True)
-    return stateless(lambda grads: clip_by_global_norm(grads, max_norm)[0])
-
-
-@combinator
-def clip(max_delta: float | jax.Array) -> GradientTransformation:
-    """:func:`jslices.clip_by_value` to ``[-max_delta, max_delta]``, without a state.
-
-    Untouched rows stay untouched. Errors and cost are those of the function; the limit
-    ``[]`` must not be negative.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> grads = js.IndexedSlices(jnp.array([2., 3.]), jnp.array([1, 1]), (9,))
-      >>> js.optim.clip(4.0).update(grads, ())[0].values
-      Array([4., 0.], dtype=float32)
-
-    Source: ``optax.clip``.
-    """
-    limit = check_limit("clip", "max_delta", max_delta, single=True)
-    return each_leaf(lambda g: clip_by_value(g, -limit, limit))
-
-
-@combinator
-def clip_row_norms(max_norm: float | jax.Array) -> GradientTransformation:
-    """:func:`jslices.clip_rows_by_norm` to ``max_norm`` ``[]``, without a state.
-
-    Untouched rows stay untouched. Errors and cost are those of the function; the limit is
-    checked at once. The first axis of every array counts its rows; if the tree holds arrays
-    other than tables, leave these out with :func:`jslices.optim.masked`.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> values = jnp.array([[3., 0.], [5., 0.]])
-      >>> grads = js.IndexedSlices(values, jnp.array([1, 1]), (9, 2))
-      >>> js.optim.clip_row_norms(4.0).update(grads, ())[0].values[0]
-      Array([4., 0.], dtype=float32)
-
-    Source: ours. With a limit per row, one frequent row cannot scale down all others.
-    """
-    check_limit("clip_row_norms", "max_norm", max_norm, single=True)
-
-    def clipped(path: tuple[Any, ...], g: Leaf) -> Any:
-        if g is not None and g.ndim == 0:
-            raise ValueError(
-                f"clip_row_norms got a scalar at {jax.tree_util.keystr(path)}; leave out "
-                "scalars: jslices.optim.masked(jslices.optim.clip_row_norms(max_norm), "
-                "lambda params: jax.tree.map(lambda p: p.ndim > 0, params))"
-            )
-        return g if g is None else clip_rows_by_norm(g, max_norm)
-
-    return stateless(lambda g: jax.tree.map_with_path(clipped, g, is_leaf=is_leaf))
-
-
-@combinator
-def clip_by_block_rms(threshold: float | jax.Array) -> GradientTransformation:
-    """Scales each array's gradient so that its root mean square is at most ``threshold``.
-
-    The mean is over the dense array, untouched rows included: the result is that of the
-    dense gradient. Untouched rows stay untouched. Without a state. Cost and errors are
-    those of :func:`jslices.clip_by_norm`; ``update`` refuses slices with
-    ``dense_shape=None``.
-
-    Example:
-      >>> import jax.numpy as jnp, jslices as js
-      >>> grads = js.IndexedSlices(jnp.array([[3., 3.]]), jnp.array([1]), (9, 2))
-      >>> js.optim.clip_by_block_rms(0.5).update(grads, ())[0].values
-      Array([[1.5, 1.5]], dtype=float32)
-
-    Source: ``optax.clip_by_block_rms``.
-    """
-    limit = check_limit("clip_by_block_rms", "threshold", threshold, single=True)
-
-    def of_rows(rows: StateOfRows | None = None) -> GradientTransformation:
-        def clipped(g: Leaf) -> Any:
-            if is_slices(g) and g.dense_shape is None:
-                raise ValueError(
-                    "clip_by_block_rms takes the mean over the dense array, and these "
-                    "slices have dense_shape=None; give it: IndexedSlices(s.values, "
-                    "s.indices, table.shape)"
-                )
-            shape = g.shape if rows is None else (rows.num_rows, *g.shape[1:])
-            return clip_by_norm(g, limit * math.sqrt(math.prod(shape)))
-
-        return each_leaf(clipped, of_rows=of_rows)
-
-    return of_rows()
 
 
 # --- Arithmetic -----------------------------------------------------------------------

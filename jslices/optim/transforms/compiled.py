@@ -32,7 +32,9 @@ class Step:
     """
 
     # No public attribute: jax.jit copies those of a function over its own.
-    __slots__ = tuple("__weakref__ _call _compiled _fun _is_new _jitted _pure boxed".split())
+    __slots__ = tuple(
+        "__weakref__ _call _compiled _fun _is_new _jitted _pure boxed".split()
+    )
 
     def __init__(
         self,
@@ -92,8 +94,8 @@ class Step:
         if count == _TOO_MANY:
             hint_once(
                 ("anew", code),
-                f"js.{self._call} got a function or an optimizer that is made anew for each "
-                f"call, and compiled it {count} times. Make both once, and step = "
+                f"js.{self._call} got a function or an optimizer that is made anew for "
+                f"each call, and compiled it {count} times. Make both once, and step = "
                 f"js.{self._call}(fun, tx), before the loop",
             )
 
@@ -107,7 +109,7 @@ def kept(make: F) -> F:
         try:
             if hash(key) and is_traced():  # nothing is compiled, and tracers are not kept
                 return make(fun, tx, *args, **options)
-            steps = vars(getattr(tx, "tx", tx)).setdefault("_steps", {})  # of NNX, too
+            steps = vars(getattr(tx, "tx", tx)).setdefault("_steps", {})
         except TypeError:  # it does not hash, or there is no optimizer
             return make(fun, tx, *args, **options)
         if key not in steps:

@@ -25,18 +25,18 @@ def train_step_of_model(
     from flax import nnx
 
     def step(model: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        graph, params, rest = nnx.split(model, optimizer.wrt, ...)
+        graph, params, *others = nnx.split(model, optimizer.wrt, ...)
 
         @functools.wraps(fun)
-        def of_params(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+        def of_params(params: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
             # A copy, as variables that are changed have to be of this trace.
-            model = nnx.merge(graph, params, rest, copy=True)
+            model = nnx.merge(graph, params, *others, copy=True)
             value, aux = split_aux(fun(model, *args, **kwargs), has_aux)
             return value, (aux, nnx.state(model, nnx.Not(optimizer.wrt)))
 
         one, state = step_of(of_params, optimizer.tx), nnx.as_pure(optimizer.opt_state)
         call = one.boxed if holds else one
-        params, state, value, (aux, rest) = call(params, state, rest, *args, **kwargs)
+        params, state, value, (aux, rest) = call(params, state, others, *args, **kwargs)
         nnx.update(model, params, rest)
         nnx.update(optimizer.opt_state, nnx.state(state))
         optimizer.step[...] += 1
@@ -52,11 +52,11 @@ def eval_step_of_model(
     from flax import nnx
 
     def evaluate(model: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        graph, params, rest = nnx.split(model, optimizer.wrt, ...)
+        graph, params, *others = nnx.split(model, optimizer.wrt, ...)
 
         @functools.wraps(fun)
         def of_params(params: Any, *args: Any, **kwargs: Any) -> Any:
-            return fun(nnx.merge(graph, params, rest, copy=True), *args, **kwargs)
+            return fun(nnx.merge(graph, params, *others, copy=True), *args, **kwargs)
 
         state = nnx.as_pure(optimizer.opt_state)
         return step_of(of_params, optimizer.tx)(params, state, *args, **kwargs)

@@ -137,7 +137,7 @@ def masked(
     Example:
       >>> import jax.numpy as jnp, jslices as js
       >>> params = {"table": jnp.zeros((4, 2)), "w": jnp.zeros(2)}
-      >>> clip = js.optim.clip_row_norms(1.0)
+      >>> clip = js.optim.clip_rows_by_norm(1.0)
       >>> tables = {"table": True, "w": False}
       >>> tx = js.optim.chain(js.optim.masked(clip, tables), js.sgd(1.0))
       >>> rows = js.IndexedSlices(jnp.array([[3., 4.]]), jnp.array([2]), (4, 2))

@@ -134,12 +134,14 @@ def train_step(
     JAXopt's.
     """
     check_callable(fun)
-    how: Any = {"static_argnames": static_argnames, "donate_argnums": (0, 1)[: 2 * donate]}
+    how: dict[str, Any] = {"sparse": sparse, "exchange": exchange}
+    compiled: dict[str, Any] = {"static_argnames": static_argnames}
+    compiled |= {"donate_argnums": (0, 1)} if donate else {}
     if is_nnx_optimizer(tx):
-        again = {"jit": False, "donate": donate, "sparse": sparse, "exchange": exchange}
-        step_of = functools.partial(train_step, has_aux=True, **again)
+        step_of = functools.partial(train_step, has_aux=True, donate=donate, **how)
         of_model = functools.partial(train_step_of_model, step_of, fun, has_aux)
-        return compiled_for(tx, of_model(False), of_model(True) if jit else None, **how)
+        boxes = of_model(True) if jit else None
+        return compiled_for(tx, of_model(False), boxes, **compiled)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx))
 
@@ -147,7 +149,6 @@ def train_step(
         """What a step returns, and which parameters may have rows that are behind."""
         if _is_state(params):
             raise TypeError("got a state first, wanted step(params, state, *batch)")
-        how = {"sparse": sparse, "exchange": exchange}
         params, state, call, planned, behind = _of_rows_now(
             fun, tx, params, state, args, kwargs, has_aux, **how
         )
@@ -167,7 +168,7 @@ def train_step(
         (new, *others), behind = stepped(params, state, args, kwargs)
         return held_where(new, behind), *others
 
-    return Step("train_step", fun, pure, boxed, jit, **how)
+    return Step("train_step", fun, pure, boxed, jit, **compiled)
 
 
 def _of_rows_now(
@@ -244,8 +245,8 @@ def eval_step(
       ``fun(tx.now(params, state), *args, **kwargs)``. Nothing is written, and nothing
       donated. Called with arrays it is compiled, once for the same ``fun`` and ``tx``; with
       tracers (in your own ``jax.jit``) it is a pure function. Of an ``nnx.Optimizer`` it is
-      ``evaluate(model, *args)``, which keeps no change of the model. Under a lazy optimizer it is ``fun(params, *args,
-      **kwargs)``.
+      ``evaluate(model, *args)``, which keeps no change of the model. Under a lazy optimizer
+      it is ``fun(params, *args, **kwargs)``.
 
     Raises:
       TypeError: if ``tx`` is not an optimizer of jslices.
@@ -271,10 +272,10 @@ def eval_step(
     Source: ours.
     """
     check_callable(fun)
-    how = {"static_argnames": static_argnames}
+    compiled = {"static_argnames": static_argnames}
     if is_nnx_optimizer(tx):
-        evaluate = eval_step_of_model(eval_step, fun)
-        return compiled_for(tx, evaluate, evaluate, **how)
+        of_model = eval_step_of_model(eval_step, fun)
+        return compiled_for(tx, of_model, of_model, **compiled)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx, "eval_step"))
 
@@ -287,7 +288,7 @@ def eval_step(
         *_, call, planned, _ = _of_rows_now(alone, tx, params, state, args, kwargs, True)
         return evaluated(call, planned)
 
-    return Step("eval_step", fun, evaluate, evaluate, True, **how)
+    return Step("eval_step", fun, evaluate, evaluate, True, **compiled)
 
 
 def _is_a_pass(planned: Planned, leaf: int) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jslices._densify import human_bytes
-from jslices.proof.program import Instruction, Layout, Leaf, Module, Program, Value
+from jslices._proof.program import Instruction, Layout, Leaf, Module, Program, Value
 
 #: Operations that only pass values on.
 _SILENT = {"bitcast", "copy", "copy-start", "copy-done", "tuple", "get-tuple-element"}

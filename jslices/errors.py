@@ -1,5 +1,7 @@
 """TensorFlow's error names, each also Python's own error of that kind."""
 
+from jslices._names import public as _public
+
 
 class InvalidArgumentError(ValueError):
     """An argument that is wrong in any state; nothing has changed.
@@ -55,3 +57,6 @@ class DataLossError(ValueError):
 
     Source: ``tf.errors.DataLossError``.
     """
+
+
+__all__, __dir__ = _public(__name__)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jslices import _densify
-from jslices.extend import Step
-from jslices.proof.targets import target
+from jslices._proof.targets import target
+from jslices.optim.transforms.compiled import Step
 
 # --- the text ----------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.extend.core
 
 from jslices._densify import human_bytes
-from jslices.proof.program import Array, Instruction, Leaf, Module, Program
+from jslices._proof.program import Array, Instruction, Leaf, Module, Program
 
 _NO_MEMORY = {"parameter", "constant", "copy-done"}
 #: The function of ``optim.engine.step`` that steps all rows of a table.

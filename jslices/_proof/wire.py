@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jslices._densify import UserLine, human_bytes
-from jslices.proof.dense import tables_of
-from jslices.proof.program import Array, Instruction, Leaf, Module, Program
+from jslices._proof.dense import tables_of
+from jslices._proof.program import Array, Instruction, Leaf, Module, Program
 
 COLLECTIVES = (
     "all-gather",

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jslices.proof.program import Array, Instruction, Layout, Module
-from jslices.proof.wire import COLLECTIVES, Collective, Traffic, traffic
+from jslices._proof.program import Array, Instruction, Layout, Module
+from jslices._proof.wire import COLLECTIVES, Collective, Traffic, traffic
 
 #: Instructions that move nothing, or are counted by what they run.
 _FREE = {
