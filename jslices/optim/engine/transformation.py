@@ -40,7 +40,7 @@ from jslices.optim.engine.clock import (
     new_clock,
     with_rows_in_turn,
 )
-from jslices.optim.engine.missed import MissedSteps, hash_of
+from jslices.optim.engine.missed import MissedSteps, hash_of, is_empty
 from jslices.optim.engine.now import Reading, current_reading
 from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation
@@ -102,7 +102,7 @@ def _unpickled(state_type: Any, *parts: PyTree) -> Any:
 class _OfClock(NamedTuple):
     """What the clock has of an array, besides the last steps of its rows."""
 
-    log: tuple[jax.Array, Any]  #: of its rule, and since when it is by its numbers.
+    log: tuple[Any, Any]  #: of its rule, and since when it is by its numbers.
     whole: Any  #: its last step as a whole.
     number: int  #: of the parameter, among those that the state is of.
     own: Any  #: the columns of its rows, if they bring them along.
@@ -397,9 +397,10 @@ class _RuleOnTrees:
         return params, self._with_arrays(state, tree, changed)
 
     def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
-        if isinstance(rows, bool) or not each.clock.log[0].size:
+        log, _ = each.clock.log
+        if isinstance(rows, bool) or is_empty(log):
             return rows
-        columns = each.clock.log[0].shape[1]
+        columns = log.shape[1]
         return with_rows_in_turn(rows, each.state["last"], count, columns=columns)
 
     def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
@@ -524,9 +525,10 @@ class _RuleOnTrees:
         return state._replace(**new)
 
 
-def _set(whole: jax.Array, numbers: Sequence[int], step: jax.Array) -> jax.Array:
-    here = np.isin(np.arange(len(whole)), numbers)
-    return jnp.where(here, step, whole) if numbers else whole
+def _set(whole: Any, numbers: Sequence[int], step: jax.Array) -> jax.Array | None:
+    if not numbers:
+        return whole
+    return jnp.where(np.isin(np.arange(len(whole)), numbers), step, whole)
 
 
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:
