@@ -18,6 +18,7 @@ import jslices as js
 from jslices import dynamic
 from jslices.proof.cost import cost_of
 from jslices.proof.targets import target
+from jslices.retrieval import top_k
 
 V, K = 1_000_000, 2_000  # with more ids compilers take longer
 #: With few XLA lays short rows that are written twice out by columns, and copies the table.
@@ -457,3 +458,18 @@ def test_on_a_tpu_few_entries_suffice_to_step_all_rows():
     assert way(300_000, (64,), "tpu") == "all rows" != way(300_000, (64,), "gpu")
     assert way(100_000, (64,), "tpu") == "together"
     assert way(3_000, (), "tpu") == "all rows" != way(3_000, (), "gpu")
+
+
+def test_gpus_rank_in_rounds_of_16():
+    """``lax.top_k`` sorts everything for k = 17; rounds move less, in less memory."""
+
+    def cost(find, *args):
+        found = cost_on("h100", find, *args)
+        return found.accessed_bytes, found.temp_bytes, "sort" in found.kernels
+
+    scores = S((32, V), jnp.float32)
+    sorts = [cost(functools.partial(jax.lax.top_k, k=k), scores) for k in (16, 17)]
+    assert sorts[0][0] < sorts[1][0] / 4 and sorts[0][1] == 0
+    search = lambda k: cost(lambda t, q: top_k(t, q, k), S((V, 64), "f"), S((32, 64), "f"))  # noqa: E731
+    by_rounds, sorted_once = search(64), search(65)
+    assert by_rounds[0] < sorted_once[0] and by_rounds[1] <= sorted_once[1]
