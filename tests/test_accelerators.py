@@ -473,3 +473,33 @@ def test_gpus_rank_in_rounds_of_16():
     search = lambda k: cost(lambda t, q: top_k(t, q, k), S((V, 64), "f"), S((32, 64), "f"))  # noqa: E731
     by_rounds, sorted_once = search(64), search(65)
     assert by_rounds[0] < sorted_once[0] and by_rounds[1] <= sorted_once[1]
+
+
+@pytest.mark.parametrize(
+    "impl, folded, parts",
+    [
+        ("threefry2x32", False, 0),
+        ("rbg", False, 8),
+        ("unsafe_rbg", False, 8),
+        ("rbg", True, 1),
+    ],
+)
+def test_what_a_tpu_draws_of_a_split_table(impl, folded, parts):
+    """How many parts of it each of eight chips holds besides its own; docs/sharding.md."""
+    needs_device("v5e:2x4")
+    mesh = jax.sharding.Mesh(js.testing.devices("v5e:2x4"), ("x",))
+    rows, rest = (jax.NamedSharding(mesh, p) for p in (jax.P("x"), jax.P()))
+    height = 2**23
+
+    def own_rows(key):
+        key = jax.random.fold_in(key, jax.lax.axis_index("x"))
+        return jax.random.normal(key, (height // 8, 64))
+
+    spread = jax.shard_map(own_rows, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("x"))
+    draw = spread if folded else lambda key: jax.random.normal(key, (height, 64))
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    key = S(key.shape, key.dtype, sharding=rest)
+    memory = jax.jit(draw, out_shardings=rows).lower(key).compile().memory_analysis()
+    part = height // 8 * 64 * 4
+    assert memory.output_size_in_bytes == pytest.approx(part, rel=0.01)
+    assert memory.temp_size_in_bytes / part == pytest.approx(parts, abs=0.1)
