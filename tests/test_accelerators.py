@@ -6,6 +6,7 @@ a case of each kind, ``python -m pytest -m devices`` all.
 
 import functools
 import itertools
+import pathlib
 import re
 
 import jax
@@ -503,3 +504,24 @@ def test_what_a_tpu_draws_of_a_split_table(impl, folded, parts):
     part = height // 8 * 64 * 4
     assert memory.output_size_in_bytes == pytest.approx(part, rel=0.01)
     assert memory.temp_size_in_bytes / part == pytest.approx(parts, abs=0.1)
+
+
+def test_a_tpu_keeps_a_table_of_the_host_there():
+    """The lines of docs/devices.md."""
+    needs_device("v5e")
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "devices.md").read_text()
+    (code,) = re.findall(r"```py\n(from jax.experimental.compute_on.*?)```", page, re.S)
+    names = {"jax": jax, "jnp": jnp}
+    exec(code, names)
+    place = functools.partial(
+        jax.sharding.SingleDeviceSharding, js.testing.devices("v5e")[0]
+    )
+    table = S((V, 64), jnp.float32, sharding=place(memory_kind="pinned_host"))
+    ids, w = (
+        S((1_000,), jnp.int32, sharding=place()),
+        S((64,), jnp.float32, sharding=place()),
+    )
+    step = jax.jit(names["step"], donate_argnums=0)
+    memory = step.lower(table, ids, w).compile().memory_analysis()
+    assert memory.host_alias_size_in_bytes >= V * 64 * 4
+    assert memory.host_temp_size_in_bytes < 1e6 and memory.temp_size_in_bytes < 1e6

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial, PyTreeDef
 
-from jslices._arguments import check_array, is_function, shown
+from jslices._arguments import check_array, is_function, refuse_host_memory, shown
 from jslices._densify import warn_at_line
 from jslices._grad.now import as_now
 from jslices._jax import broadcast_prefix, flatten, is_staged, traces, usual_promotion
@@ -154,6 +154,8 @@ class _RuleOnTrees:
             check_array(name, p)
             if jnp.issubdtype(getattr(p, "dtype", np.float32), jax.dtypes.extended):
                 raise TypeError(f"{name}: wanted an array of numbers, got {shown(p)}")
+            if not isinstance(p, jax.core.Tracer):
+                refuse_host_memory(name, p)
             protocol.check_width(name, jnp.result_type(p))
             warn_of_columns(path, p)
         state = {}
