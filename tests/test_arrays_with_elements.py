@@ -3,6 +3,7 @@
 "Cannot save arrays with zero size". Those of earlier versions had some, and go on.
 """
 
+import json
 import warnings
 
 import jax
@@ -187,3 +188,21 @@ def test_maps_of_before_are_restored(tmp_path):
     old |= {"hits": jnp.zeros(0, jnp.int32), "sightings": jnp.zeros(0, jnp.int32)}
     path = js.Saver().save({"ids": old}, tmp_path / "m")
     assert_same(js.Saver().restore(path, {"ids": dynamic.id_map(20)})["ids"], ids)
+
+
+def test_files_of_host_tables_of_before_are_refused_with_what_to_type(tmp_path):
+    """Which name the log that has no elements."""
+    path, tx = tmp_path / "table.rows", js.rmsprop(0.1, **EXACT)
+    with js.HostTable((20, 2), tx, path) as table:
+        table.read([3])
+    whole = path.read_bytes()
+    magic, head, rest = whole.split(b"\n", 2)
+    about = json.loads(head)
+    assert not any("log" in name for name, *_ in about["shared"])
+    about["shared"].append(["clock/log/0", "float32", [0, 1]])
+    old = json.dumps(about).encode()
+    path.write_bytes(magic + b"\n" + old + b"\n" + rest[len(old) - len(head) :])
+    with pytest.raises(js.InvalidArgumentError, match="was made by an earlier version"):
+        js.HostTable((20, 2), tx, path)
+    path.write_bytes(whole)
+    js.HostTable((20, 2), tx, path).close()
