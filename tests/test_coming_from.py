@@ -150,7 +150,9 @@ def test_factors_of_implicit_rank_as_there():
 
 def test_a_table_of_floret_says_what_it_is():
     path = GOLDEN / "vectors.floret"
-    with pytest.raises(js.errors.DataLossError, match=r"it is a table of floret.*skiprows=1"):
+    with pytest.raises(
+        js.errors.DataLossError, match=r"it is a table of floret.*skiprows=1"
+    ):
         js.checkpoint.load_word_vectors(path)
     table = names_of("word_vectors.md")["floret_table"](path)
     assert table.shape == (20, 3) and table.dtype == np.float32
@@ -162,7 +164,9 @@ def test_a_table_of_floret_says_what_it_is():
 def test_a_classifier_of_fasttext_says_what_to_type(tmp_path):
     for name in ("model.bin", "model.ftz"):
         (tmp_path / name).write_bytes(b"\xba\x16\x4f\x2f\x0c\0\0\0\n")
-        with pytest.raises(js.errors.DataLossError, match=r"\.vec .*or model\.get_word_vector"):
+        with pytest.raises(
+            js.errors.DataLossError, match=r"\.vec .*or model\.get_word_vector"
+        ):
             js.checkpoint.load_word_vectors(tmp_path / name)
 
 

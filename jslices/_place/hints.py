@@ -34,8 +34,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 #: or below, by luck of their size; larger tables are mapped, and go when they are freed.
 _OF_STEPS = ((_MMAP_THRESHOLD, 128 << 20), (_TRIM_THRESHOLD, 512 << 20))
 
-#: For gradients of so many bytes or more, a step without kept memory takes in the median
-#: 2.2 times as long as with it (1.4 to 3.3 in the 24 cells of docs/speed.md; V = 1e6, 1e5).
+#: Larger arrays are hinted at where they are copied or used as a whole, and gradients, of
+#: which a step has temporaries of one to three times their size: from 40 MiB on they are
+#: mapped anew, whatever a step keeps (benchmarks/page_faults.py).
 HINT_BYTES = 16 * 10**6
 #: Rows of a tile on a TPU. Of 16-bit numbers 16 fill one, yet 8 suffice.
 TILE_ROWS = 8
@@ -96,13 +97,13 @@ def hint_many_tables(tables: Iterable[tuple[tuple[int, ...], str]]) -> None:
 def keep_memory() -> None:
     """Lets this process keep memory that it has freed, so that large steps run faster.
 
-    XLA:CPU allocates the temporaries of a program at each execution. For arrays above 32 MB
-    glibc's ``malloc`` asks the operating system for memory every time and returns it
-    afterwards, and the step waits for tens of thousands of page faults. After this call the
-    process keeps freed memory and, from the first dozen steps on, uses it again. At V =
-    1e6, D = 128 and 1e5 ids a step of Adam makes 13,800 page faults without it and none
-    with it, and takes half to four fifths of the time; steps whose gradients are below 4 MB
-    do not change.
+    XLA:CPU allocates the temporaries of a program at each execution, and where glibc's
+    ``malloc`` asks the operating system for memory every time, the step waits for thousands
+    of page faults. A step that is traced for a CPU lets the process keep up to 512 MiB by
+    itself, which is enough for temporaries below 32 MiB. For larger ones, gradients of 16
+    MB and more, call this: the process then keeps all memory that it has freed and, from
+    the first dozen steps on, uses it again. At V = 488,281, D = 128 and 80,125 ids a step
+    of AdamW makes 20,937 page faults without it and none with it.
 
     Call it once, at the start of the program, before JAX computes anything. It affects the
     whole process, NumPy and other libraries included: until it ends, the process keeps the
@@ -111,7 +112,8 @@ def keep_memory() -> None:
     To get the same without changing the program, run it with
     ``JSLICES_KEEP_MEMORY=1 python train.py``, which the import of jslices reads; or, for a
     process that does not import it, with larger pages:
-    ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``.
+    ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``. ``JSLICES_KEEP_MEMORY=0`` leaves ``malloc``
+    as it is.
 
     Raises:
       RuntimeError: if JAX has started its devices, whose threads then have their memory
@@ -192,8 +194,8 @@ def hint_large_step(values: Aval) -> None:
     hint_once(
         _MEMORY,
         f"this step has a gradient of {values.nbytes / 1e6:.0f} MB, and the operating "
-        "system maps the temporaries of such a step anew each time: it takes about twice "
-        "as long as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start "
+        "system maps the temporaries of such a step anew each time: it may take twice as "
+        "long as it could. Call jslices.keep_memory() at the start "
         f"of the program, or run it with {VARIABLE}=1 in the environment",
     )
 

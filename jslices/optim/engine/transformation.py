@@ -407,7 +407,7 @@ class _RuleOnTrees:
 
     def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
         log, _ = each.clock.log
-        if isinstance(rows, bool) or is_empty(log):
+        if isinstance(rows, bool) or log is None or is_empty(log):
             return rows
         columns = log.shape[1]
         return with_rows_in_turn(rows, each.state["last"], count, columns=columns)
