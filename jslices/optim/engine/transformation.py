@@ -264,7 +264,7 @@ class _RuleOnTrees:
         log = tuple(steps.logged(log, count) for steps, log in pairs)
         whole = _set(clock.whole, as_whole, next_count(state.count))
         if clock.numbers is not None:
-            now = hash_of(self._missed_of_rules), self._since(state)
+            now = hash_of(self._missed_of_rules), self._since(state._replace(count=count))
             clock = clock._replace(numbers=jnp.array(now, jnp.int32))
         return clock._replace(log=log, whole=whole)  # type: ignore[no-any-return]
 
