@@ -200,6 +200,7 @@ def test_flush_leaves_no_row_behind():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dp_sgd got")
 def test_rows_as_they_are_now_and_the_step_after_agree():
     tx, table = make(), jnp.zeros((V, 3))
     table, state = run(

@@ -189,19 +189,18 @@ def _union(a: Rows, b: Rows, shape: tuple[int, ...]) -> Rows:
 
 def _look_at_others(name: str, leaf: Leaf, rows: Rows, base: Archive) -> None:
     """Refuse ``rows`` that are not all that changed, where some of the others tell."""
-    axes, old, numbers = rows.row_axes, [], []
-    shape = leaf.spec.shape[:axes]
-    for first in np.linspace(0, math.prod(shape) - 1, _RUNS, dtype=np.int64):
-        *at, start = map(int, np.unravel_index(first, shape))
-        start = max(0, min(start, shape[-1] - _RUN))
-        run = np.arange(start, min(start + _RUN, shape[-1]))
-        numbers.append(np.ravel_multi_index((*at, run), shape))
-        some = box_at((*at, start), (*(1 for _ in at), len(run)))
-        values = base.read(name, some + whole(leaf.spec.shape[axes:]))
-        old.append(values.reshape(len(run), -1))
-    others = Rows(np.concatenate(numbers), axes)
+    shape, row = leaf.spec.shape[: rows.row_axes], leaf.spec.shape[rows.row_axes :]
+    sizes: tuple[int, ...] = ()
+    for n in reversed(shape):  # of a run
+        sizes = min(n, max(1, _RUN // math.prod(sizes))), *sizes
+    ends = zip(shape, sizes, strict=True)
+    starts = [np.linspace(0, n - size, _RUNS, dtype=np.int64) for n, size in ends]
+    runs = [box_at(start, sizes) for start in np.transpose(starts)]
+    numbers = [np.ravel_multi_index(np.mgrid[run], shape).reshape(-1) for run in runs]
+    old = [base.read(name, run + whole(row)).reshape(-1, *row) for run in runs]
+    others = Rows(np.concatenate(numbers), rows.row_axes)
     (new,) = leaf.rows_tensor(others).blocks()
-    differ = _differs(np.concatenate(old), new.reshape(len(new), -1), 1)
+    differ = _differs(np.concatenate(old), new, 1)
     if (lost := np.setdiff1d(others.numbers[differ], rows.numbers)).size:
         raise InvalidArgumentError(
             f"touched names {len(rows.numbers)} rows of {name!r}, and others have changed "
