@@ -229,7 +229,7 @@ def test_a_pass_over_the_table_does_no_more_than_missed_steps(untouched, decays)
 @pytest.mark.slow
 def test_without_jit_and_with_keywords():
     step = js.train_step(loss, EXACT)
-    params, state = PARAMS, EXACT.init(PARAMS)
+    params, state = copied(PARAMS), EXACT.init(PARAMS)
     for ids, labels in zip(IDS[:3], LABELS, strict=False):
         params, state, value = step(params, state, ids, labels=labels)
     np.testing.assert_allclose(value, trained_densely()[1][2], rtol=1e-5)
