@@ -123,8 +123,9 @@ def hint_exchange(planned: Planned, params: Params, batch: PyTree) -> None:
     of_ids = {axis for x in jax.tree.leaves(batch) if is_ids(x) for axis in _row_split(x)}
     for site in planned.sites:
         leaf, axes = planned.leaves[site.leaf], tables[site.leaf]
-        size, is_left = site.total * leaf.row_bytes, not (site.exchange or site.varying)
-        if site.graded and is_left and size >= _FEW and of_ids.intersection(axes):
+        size, is_sent = site.total * leaf.row_bytes, site.exchange or site.varying
+        looks_up = site.graded and site.by_ids and not is_sent
+        if looks_up and size >= _FEW and of_ids.intersection(axes):
             hint_once(
                 ("exchange", leaf.name, leaf.aval.shape),
                 f"rows of {leaf} are split over devices, and ids too: without an exchange "
