@@ -18,6 +18,8 @@ import numpy as np
 
 from jslices.errors import InvalidArgumentError
 
+_HOST = jax.memory.Space.Host
+
 
 class Domain(Protocol):
     """The values that an argument may have; ``str`` names them."""
@@ -170,6 +172,21 @@ def check_array(name: str, value: object, wanted: str = "an array") -> None:
         is_tree = kind.num_leaves and kind.num_nodes > 1
         raise TypeError(
             f"{name}: wanted {wanted}, got {shown(value)}{tree if is_tree else ''}"
+        )
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether an array is in memory of the host, which devices read by transfers alone."""
+    return isinstance(value, jax.Array) and jax.typeof(value).memory_space is _HOST
+
+
+def refuse_host_memory(name: str, value: Any) -> None:
+    """Refuse a table in memory of the host, with which JAX computes there alone."""
+    if is_on_host(value):
+        raise ValueError(
+            f"{name}: got {shown(value)} in memory of the host, where JAX reads no rows "
+            "and makes no state for it: keep it in a jslices.HostTable(shape, tx), or pass "
+            "jax.device_put(table, jax.memory.Space.Device)"
         )
 
 

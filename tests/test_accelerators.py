@@ -6,6 +6,7 @@ a case of each kind, ``python -m pytest -m devices`` all.
 
 import functools
 import itertools
+import pathlib
 import re
 
 import jax
@@ -18,6 +19,7 @@ import jslices as js
 from jslices import dynamic
 from jslices._proof.cost import cost_of
 from jslices._proof.targets import target
+from jslices.retrieval import top_k
 
 V, K = 1_000_000, 2_000  # with more ids compilers take longer
 #: With few XLA lays short rows that are written twice out by columns, and copies the table.
@@ -457,3 +459,69 @@ def test_on_a_tpu_few_entries_suffice_to_step_all_rows():
     assert way(300_000, (64,), "tpu") == "all rows" != way(300_000, (64,), "gpu")
     assert way(100_000, (64,), "tpu") == "together"
     assert way(3_000, (), "tpu") == "all rows" != way(3_000, (), "gpu")
+
+
+def test_gpus_rank_in_rounds_of_16():
+    """``lax.top_k`` sorts everything for k = 17; rounds move less, in less memory."""
+
+    def cost(find, *args):
+        found = cost_on("h100", find, *args)
+        return found.accessed_bytes, found.temp_bytes, "sort" in found.kernels
+
+    scores = S((32, V), jnp.float32)
+    sorts = [cost(functools.partial(jax.lax.top_k, k=k), scores) for k in (16, 17)]
+    assert sorts[0][0] < sorts[1][0] / 4 and sorts[0][1] == 0
+    search = lambda k: cost(lambda t, q: top_k(t, q, k), S((V, 64), "f"), S((32, 64), "f"))  # noqa: E731
+    by_rounds, sorted_once = search(64), search(65)
+    assert by_rounds[0] < sorted_once[0] and by_rounds[1] <= sorted_once[1]
+
+
+@pytest.mark.parametrize(
+    "impl, folded, parts",
+    [
+        ("threefry2x32", False, 0),
+        ("rbg", False, 8),
+        ("unsafe_rbg", False, 8),
+        ("rbg", True, 1),
+    ],
+)
+def test_what_a_tpu_draws_of_a_split_table(impl, folded, parts):
+    """How many parts of it each of eight chips holds besides its own; docs/sharding.md."""
+    needs_device("v5e:2x4")
+    mesh = jax.sharding.Mesh(js.testing.devices("v5e:2x4"), ("x",))
+    rows, rest = (jax.NamedSharding(mesh, p) for p in (jax.P("x"), jax.P()))
+    height = 2**23
+
+    def own_rows(key):
+        key = jax.random.fold_in(key, jax.lax.axis_index("x"))
+        return jax.random.normal(key, (height // 8, 64))
+
+    spread = jax.shard_map(own_rows, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("x"))
+    draw = spread if folded else lambda key: jax.random.normal(key, (height, 64))
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    key = S(key.shape, key.dtype, sharding=rest)
+    memory = jax.jit(draw, out_shardings=rows).lower(key).compile().memory_analysis()
+    part = height // 8 * 64 * 4
+    assert memory.output_size_in_bytes == pytest.approx(part, rel=0.01)
+    assert memory.temp_size_in_bytes / part == pytest.approx(parts, abs=0.1)
+
+
+def test_a_tpu_keeps_a_table_of_the_host_there():
+    """The lines of docs/devices.md."""
+    needs_device("v5e")
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "devices.md").read_text()
+    (code,) = re.findall(r"```py\n(from jax.experimental.compute_on.*?)```", page, re.S)
+    names = {"jax": jax, "jnp": jnp}
+    exec(code, names)
+    place = functools.partial(
+        jax.sharding.SingleDeviceSharding, js.testing.devices("v5e")[0]
+    )
+    table = S((V, 64), jnp.float32, sharding=place(memory_kind="pinned_host"))
+    ids, w = (
+        S((1_000,), jnp.int32, sharding=place()),
+        S((64,), jnp.float32, sharding=place()),
+    )
+    step = jax.jit(names["step"], donate_argnums=0)
+    memory = step.lower(table, ids, w).compile().memory_analysis()
+    assert memory.host_alias_size_in_bytes >= V * 64 * 4
+    assert memory.host_temp_size_in_bytes < 1e6 and memory.temp_size_in_bytes < 1e6

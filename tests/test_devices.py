@@ -495,3 +495,21 @@ def test_bench_of_what_does_not_fit(bench):
     assert code == 0, err
     assert "dense gradients: cannot be compiled: RESOURCE_EXHAUSTED" in out
     assert figures(out)["table-sized copies"] == ["0", "-", "-"]
+
+
+def test_tables_in_memory_of_the_host_are_refused_with_what_to_type():
+    """And by JAX where a user indexes them, as docs/devices.md says."""
+    where = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    table = jax.device_put(jnp.ones((9, 2)), where)
+    wanted = r"float32\[9, 2\] in memory of the host.*jslices\.HostTable\(shape, tx\)"
+    for tx in (js.adam(0.1), js.adam(0.1, untouched="exact"), js.rowwise_adagrad(0.1)):
+        with pytest.raises(ValueError, match=rf"tx\.init\(params\): .*'t'.*{wanted}"):
+            tx.init({"t": table})
+    look_up = lambda table: js.embedding_lookup(table, [1, 2])  # noqa: E731
+    for call in (look_up, jax.jit(look_up), js.grad(lambda t: look_up(t).sum())):
+        with pytest.raises(ValueError, match=rf"embedding_lookup.*{wanted}"):
+            call(table)
+    with pytest.raises(ValueError, match="memory_space of all inputs"):
+        table[jnp.array([1, 2])]
+    back = jax.device_put(table, jax.memory.Space.Device)
+    assert look_up(back).shape == (2, 2) and js.adam(0.1).init(back).mu.shape == (9, 2)

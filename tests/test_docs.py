@@ -22,7 +22,11 @@ PAGES = [str(page.relative_to(DOCS)) for page in sorted(DOCS.rglob("*.md"))]
 PYTHON = [page for page in PAGES if "```python\n" in (DOCS / page).read_text()]
 # Their code is run by other tests, as it needs more than JAX, or a process of its own.
 ELSEWHERE = {
+    "coming_from/graph_embeddings.md": "tests/test_coming_from.py",
     "coming_from/keras.md": "tests/test_keras.py",
+    "coming_from/linear_models.md": "tests/test_coming_from.py",
+    "coming_from/recommender_programs.md": "tests/test_coming_from.py",
+    "coming_from/word_vectors.md": "tests/test_coming_from.py",
     "accelerators.md": "tests/test_devices.py",
     "jax_grad.md": "tests/test_experimental.py",
     "keras.md": "tests/test_keras.py",

@@ -104,6 +104,34 @@ def test_metrics_are_those_of_dense_steps(name):
         assert not array.is_deleted()
 
 
+FIXED = {
+    "the first": lambda t: t[:2],
+    "the last": lambda t: t[-1],
+    "an element": lambda t: t[20, 2],
+    "some columns": lambda t: t[2:4, 1:],
+    "each seventh": lambda t: t[::7],
+    "backwards": lambda t: t[::-1][:2],
+    "split": lambda t: jnp.split(t, 4)[1],
+    "most": lambda t: t[1:],
+    "of a program within": lambda t: jax.jit(lambda t: t[:2])(t),
+}
+
+
+@pytest.mark.parametrize("rows", FIXED)
+def test_rows_with_fixed_numbers_are_read_as_they_are_now(rows):
+    tx = js.adamw(0.05, weight_decay=0.1, untouched="exact")
+    table = jnp.arange(1.0, 97.0).reshape(24, 4)
+    of, state = FIXED[rows], tx.init(table)
+    square = lambda table, ids: ((table[ids] - 1) ** 2).mean()  # noqa: E731
+    for ids in BATCHES[:3]:
+        table, state, _ = js.train_step(square, tx)(table, state, ids)
+    wanted = of(tx.now(table, state))
+    assert_close(js.eval_step(of, tx)(table, state), wanted)
+    beside = lambda table, ids: (square(table, ids), of(table))  # noqa: E731
+    *_, aux = js.train_step(beside, tx, has_aux=True)(table, state, BATCHES[3])
+    assert_close(aux, wanted)
+
+
 def test_under_a_lazy_optimizer_it_is_the_function_itself():
     tx = js.adam(0.1)
     state = tx.init(PARAMS)

@@ -900,3 +900,38 @@ def test_masks_where_parameters_are_none(name):
         wanted, dense_state = dense_step(dense, dense_state, wanted)
         assert jax.tree.structure(state) == kept
         assert_close(flush(params, state)[0], wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "rate, least, most",
+    [(1e-4, 0, 0), (3e-4, 0, 2), (1e-3, 0.66, 1.34), (1e-2, 0.94, 1.06)],
+)
+def test_small_decays_are_lost_by_dense_adamw_alone(rate, least, most):
+    """The numbers of docs/optimizers.md; the default decay is 1e-4."""
+    steps, start = 20, np.random.default_rng(0).uniform(1, 2, (2_000, 1)).astype("f")
+    share = np.expm1(steps * np.log1p(-rate * 1e-4))
+
+    @fast_jit
+    def dense(p):
+        def step(_, kept):
+            p, state = kept
+            updates, state = tx.update(jnp.zeros_like(p), state, p)
+            return optax.apply_updates(p, updates), state
+
+        tx = optax.adamw(rate)
+        return jax.lax.fori_loop(0, steps, step, (p, tx.init(p)))[0]
+
+    taken = (np.asarray(dense(start), "f8") / start - 1) / share
+    assert taken.min() == pytest.approx(least, abs=0.02)
+    assert taken.max() == pytest.approx(most, abs=0.02)
+    tx = js.adamw(rate, untouched="exact")
+
+    one = js.train_step(lambda p, ids: 0 * p[ids].sum(), tx)
+
+    @fast_jit
+    def exact(p):
+        step = lambda _, kept: one(*kept, jnp.array([0]))[:2]  # noqa: E731
+        return tx.flush(*jax.lax.fori_loop(0, 200 * steps, step, (p, tx.init(p))))[0]
+
+    wanted = start[1:].astype("f8") * np.exp(200 * steps * np.log1p(-rate * 1e-4))
+    np.testing.assert_allclose(exact(start)[1:], wanted, rtol=2e-7)

@@ -100,3 +100,22 @@ def test_a_plan_of_open_sizes():
     plan = js.adam(0.1).plan(grad, jax.ShapeDtypeStruct((ROWS, 4), F32))
     assert plan.way == "together"
     assert str(plan).startswith("batch entries are stepped all together")
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_donated_step_is_donated_again_where_it_is_called(donate):
+    """``exported.call`` copies its arguments, as docs/jax_grad.md says."""
+    tx = js.adam(0.1)
+
+    def step(table, state, ids):
+        return tx.apply(js.grad(lambda t: read(t, ids).sum())(table), state, table)
+
+    table, ids = jnp.asarray(TABLES[1]), jnp.asarray(IDS[0])
+    arguments = table, tx.init(table), ids
+    exported = export.export(jax.jit(step, donate_argnums=(0, 1)))(*arguments)
+    again = jax.jit(exported.call, donate_argnums=(0, 1) if donate else ())
+    memory = again.lower(*arguments).compile().memory_analysis()
+    arrays = jax.tree.leaves(arguments[:2])
+    assert memory.alias_size_in_bytes == donate * sum(x.nbytes for x in arrays)
+    (again if donate else exported.call)(*arguments)
+    assert [x.is_deleted() for x in arrays] == [donate] * len(arrays)

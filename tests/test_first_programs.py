@@ -145,6 +145,8 @@ def test_the_first_program_has_the_losses_of_the_one_it_replaces(page, monkeypat
 def test_no_page_is_left_out():
     pages = [*ROOT.glob("docs/models/*.md"), *ROOT.glob("docs/coming_from/*.md")]
     found = {str(page.relative_to(ROOT)) for page in pages}
-    # Run by tests/test_keras.py and tests/test_peers.py.
-    others = {"docs/coming_from/keras.md", "docs/coming_from/torchrec.md"}
-    assert found - {*PAGES} == others
+    # Run by tests/test_keras.py, tests/test_peers.py and tests/test_coming_from.py.
+    others = (
+        "keras torchrec graph_embeddings linear_models recommender_programs word_vectors"
+    )
+    assert found - {*PAGES} == {f"docs/coming_from/{name}.md" for name in others.split()}

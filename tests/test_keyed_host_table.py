@@ -84,7 +84,7 @@ def test_is_the_table_and_the_map_of_a_step_in_memory(policy, name, overlap, tmp
             ids, free = ids.evict(dynamic.wide_ids(gone))
             table.evict(gone)
             assert {*free.tolist()} - {2**31 - 1}
-        if number % 4 == 3 and not ids.sightings.size:
+        if number % 4 == 3 and ids.sightings is None:
             table.close()
             table = make(init=0.5, overlap=overlap)
     for mine, wanted in zip(*map(jax.tree.leaves, (table.ids, ids)), strict=True):

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jslices as js
+from jslices import dynamic
 
 pytestmark = pytest.mark.interop
 
@@ -123,3 +124,26 @@ def test_shapes_of_slices_on_a_mesh(checkpoint_module):
     assert (shapes.values.shape, shapes.indices.shape) == ((8, 2), (8,))
     assert shapes.indices.dtype == np.int32
     assert shapes.indices.sharding.is_equivalent_to(split, 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_keys_of_64_bits_are_cut_by_a_narrow_template(checkpoint_module, tmp_path):
+    """As docs/checkpoints.md says, with what to do."""
+    keys = np.array([3, 2**40 + 5])
+    words = dynamic.wide_ids(keys)
+    narrow, wide = ({"keys": x} for x in (jnp.zeros(2, jnp.int32), np.zeros(2, np.int64)))
+    with checkpoint_module.StandardCheckpointer() as checkpointer:
+        for name, tree in {"keys": {"keys": keys}, "words": words}.items():
+            checkpointer.save(tmp_path / name, tree)
+        checkpointer.wait_until_finished()
+        assert checkpointer.restore(tmp_path / "keys", narrow)["keys"].tolist() == [3, 5]
+        np.testing.assert_array_equal(
+            checkpointer.restore(tmp_path / "keys", wide)["keys"], keys
+        )
+        again = checkpointer.restore(
+            tmp_path / "words", jax.tree.map(jnp.zeros_like, words)
+        )
+    np.testing.assert_array_equal(again.to_int64(), keys)
+    path = js.Saver().save({"keys": keys}, tmp_path / "m")
+    with pytest.raises(js.InvalidArgumentError, match=r"saved as int64.*int32 is wanted"):
+        js.Saver().restore(path, narrow)

@@ -24,7 +24,8 @@ PEERS = golden("peers")
 START, IDS, GRADS = PEERS["start"], PEERS["ids"].astype("int32"), PEERS["grads"]
 RATE, DECAY = PEERS["rate"], PEERS["decay"]
 HEADING = "## Equal to which release, to what\n"
-PAGES = ["moving.md", *sorted(f"coming_from/{x.name}" for x in DOCS.glob("coming_from/*"))]
+FROM = (x for x in DOCS.glob("coming_from/*") if HEADING in x.read_text())
+PAGES = ["moving.md", *sorted(f"coming_from/{x.name}" for x in FROM)]
 
 
 def rows_of(page):

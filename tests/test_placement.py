@@ -315,3 +315,19 @@ def test_rows_of_other_arrays_are_read_beside_those_of_a_table(jit):
         found = jit(js.grad(lambda *arrays: loss(*arrays, split)))(*arrays)
     assert js.is_slices(found)
     assert_close(found.to_dense(), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "rmsprop", "sgd"])
+def test_a_jitted_init_of_optax_puts_all_on_one_device(name):
+    """As docs/sharding.md says; ours: :func:`test_state_is_split_as_its_table`."""
+    _, params = on_mesh("Auto", P("x"))
+    settings = {"momentum": 0.9} if name == "sgd" else {}
+    make = lambda module: getattr(module, name)(0.1, **settings)  # noqa: E731
+
+    def places(state):
+        tables = (x for x in jax.tree.leaves(state) if x.shape == (V, D))
+        return {len(x.sharding.device_set) for x in tables}
+
+    assert places(make(optax).init(params)) == places(make(js).init(params)) == {8}
+    assert places(jax.jit(make(js).init)(params)) == {8}
+    assert places(jax.jit(make(optax).init)(params)) == {1}

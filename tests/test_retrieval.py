@@ -94,6 +94,45 @@ def test_nan_of_either_sign_is_first_and_zeros_are_equal(table, query, block):
     assert_same(got, wanted)
 
 
+@pytest.mark.parametrize("k", [16, 17, 33, 64, 65])
+def test_rounds_of_a_gpu_find_the_same(k, monkeypatch):
+    """Equal scores, zeros of both signs, NaN, and fewer than k that are left."""
+    platforms = []
+
+    def as_on_a_gpu(*args, default, cuda=None, **others):
+        platforms.append(cuda is not None)
+        return (cuda or default)(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_a_gpu)
+    table, queries, _ = case(9_001, seed=k)
+    table[7], table[4_099] = np.nan, -np.inf
+    exclude = np.tile(np.r_[np.arange(9_001 - 20), 8_999], (B, 1))
+    exclude[:2] = -1
+    with np.errstate(invalid="ignore"):
+        scores = scores_of(table, queries, exclude)
+    scores = np.where(np.isnan(scores), np.nan, scores)
+    got = top_k(table, queries, k, exclude=exclude, block=5_000)
+    wanted = best(np.where(scores == 0, 0, scores), k)
+    assert_same(got, wanted)
+    assert any(platforms) == (16 < k <= 64)
+
+
+@pytest.mark.parametrize(
+    "precision, name",
+    [(None, "DEFAULT"), ("highest", "HIGHEST"), (jax.lax.Precision.HIGH, "HIGH")],
+)
+def test_the_precision_is_that_of_the_products(precision, name):
+    table, queries, _ = case()
+    find = jax.jit(lambda table: top_k(table, queries, 2, precision=precision))
+    program = find.lower(table).as_text()
+    assert "dot_general" in program and f"precision = [{name}, {name}]" in program
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match="most"):
+        top_k(*case()[:2], 2, precision="most")
+
+
 def test_more_than_there_are():
     table, query = np.array([[3.0], [5], [4]], "f"), np.ones(1, "f")
     scores, ids = top_k(table, query, 5, exclude=[1, 1, -1, 3, 2**40])

@@ -267,10 +267,10 @@ class Runner(ViewWalk):
         return table.take(ids.read, "clip")
 
     def _without_slots(self, read: RowRead, values: Values) -> Any:
-        """Fixed rows; None if nobody asks which: they are those of arrays."""
+        """Fixed rows; None if they are those of arrays and nobody asks which."""
         plan, slots = next(self._body.entries)
         rows, noted = None, jax.tree.map(lambda _: None, plan)
-        if self._every:
+        if self._every or any(table.now for table, _ in reads_of(read.view)):
             plainly = lambda table, ids, *_: self._plainly(table, ids)  # noqa: E731
             of_rows = functools.partial(read.output, values, plainly, plainly)
             rows, noted = self._inside(plan, slots, of_rows)

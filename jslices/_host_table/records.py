@@ -342,7 +342,8 @@ class FileForm:
                 "it was made by a later version, so update jslices"
             )
         if found and re.match(
-            rb'.* 1\n|.*\n(?!.*"record")|.*\n.*\bclock/(run|snap)', start
+            rb'.* 1\n|.*\n(?!.*"record")|.*\n.*\bclock/(run|snap|log/\d+", "\w+", \[0,)',
+            start,
         ):
             raise InvalidArgumentError(f"{path} {_OLD}")
         if magic != _MAGIC:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jslices._arguments import Number, OneOf
+from jslices._arguments import Number, OneOf, is_on_host, refuse_host_memory
 from jslices._densify import current_user_line
 from jslices._jax import takes_tables
 from jslices._lookup.mark import mark_table
@@ -145,6 +145,8 @@ def read_rows(
       original: the ids as the user passed them, for the message of mode ``"check"``: in the
         same order, but perhaps of another shape and without good ids added at the end.
     """
+    for table in tables if not is_on_host(ids) else []:
+        refuse_host_memory(caller, table)
     heights = [table.shape[0] for table in tables]
     count = _num_ids(heights, strategy, caller, mode)
     index_dtype(count, np.dtype(ids.dtype))  # refuses a table that 32-bit ids cannot reach

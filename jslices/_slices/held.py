@@ -5,7 +5,7 @@ the same leaf of a tree, which everything in jslices sees through and nobody els
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -103,7 +103,7 @@ def hold(params: Params) -> Any:
     return held_where(params, [getattr(x, "ndim", 0) > 1 for x in leaves])
 
 
-def held_where(params: Params, flags: Sequence[bool]) -> Any:
+def held_where(params: Params, flags: Iterable[bool]) -> Any:
     """The tree with these leaves in boxes, besides those that are."""
     boxes, tree = flatten(params, is_held)
     pairs = zip(boxes, flags, strict=True)

@@ -33,12 +33,15 @@ OTHER_KINDS = {
     b"\x89HDF": "an HDF5 file, as .h5 is; read it with h5py",
     b"PAR1": "a Parquet file; read it with pyarrow.parquet.read_table",
     b"\x1f\x8b\x08": "a file compressed by gzip; read word vectors with load_word_vectors",
-    b"\xba\x16\x4f\x2f": "a model of fastText; its vectors are in the .vec file beside it",
+    b"\xba\x16\x4f\x2f": "a model of fastText; its vectors are in the .vec file "
+    "beside it, or model.get_word_vector(word) for each of model.get_words()",
     b"{": "JSON; an index of safetensors files is read by jslices.Saver().restore",
 }
 #: A table of LevelDB ends so, as does the index of TensorFlow's checkpoints.
 _LEVELDB = bytes.fromhex("57fb808b247547db")
 _WORD_VECTORS = re.compile(rb"\d{1,12} \d{1,6}\n")
+#: Sizes of a table and of n-grams, hashes and their seed, and marks of a word's ends.
+_FLORET = re.compile(rb"(\d{1,12} ){6}\S+ \S+\n")
 
 
 def other_kind(head: bytes, tail: bytes = b"") -> str:
@@ -47,6 +50,11 @@ def other_kind(head: bytes, tail: bytes = b"") -> str:
         return "the index of a TensorFlow checkpoint; read it with tf.train.load_checkpoint"
     if _WORD_VECTORS.match(head):
         return "a file of word vectors; read it with jslices.checkpoint.load_word_vectors"
+    if _FLORET.match(head):
+        return (
+            "a table of floret, of hashed pieces of words; read its rows with "
+            "np.loadtxt(path, skiprows=1)[:, 1:]"
+        )
     if head[4:9] == b"\0\0\0\0{":  # the size of a header, and the header: a damaged one
         return ""
     return next((OTHER_KINDS[x] for x in OTHER_KINDS if head.startswith(x)), "")

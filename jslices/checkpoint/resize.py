@@ -105,6 +105,8 @@ def resize_rows(
     _check_names("params", old, new, "fresh has", "resize_rows")
     sources = _sources(old, new, {} if rows is None else rows)
     before, begin = _by_name(state), _by_name(start)
+    # Of earlier versions also arrays without elements.
+    before = {n: x for n, x in before.items() if n in begin or _has_elements(x)}
     before = _with_clocks_of(begin, before)
     _check_names("state", before, begin, "tx.init(fresh) has", "resize_rows")
     if any(_is_under_way(name, x) for name, x in before.items()):
@@ -270,6 +272,10 @@ def _with_rows(x: Any, rows: Any, values: Any) -> jax.Array:
 def _by_name(tree: PyTree) -> dict[str, Any]:
     names, leaves, _ = named_leaves(tree, is_leaf=is_slices)
     return dict(zip(names, leaves, strict=True))
+
+
+def _has_elements(x: Any) -> bool:
+    return all(0 not in jnp.shape(y) for y in jax.tree.leaves(x))
 
 
 def _check_arrays(params: Params, state: State, fresh: Params) -> None:

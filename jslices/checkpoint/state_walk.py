@@ -93,7 +93,7 @@ def _with_logs(state: State, *of: State) -> State:
     def changed(x: Any, *of: Any) -> Any:
         if not is_clock(x):
             return x
-        return x._replace(log=of[0].log if of else tuple(y[:, :0] for y in x.log))
+        return x._replace(log=of[0].log if of else jax.tree.map(lambda y: y[:, :0], x.log))
 
     return jax.tree.map(changed, state, *of, is_leaf=is_clock)
 

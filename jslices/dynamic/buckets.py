@@ -87,7 +87,7 @@ class Part(NamedTuple):
     def _seen(self, place: jax.Array) -> Any:
         """The map in the next step, in which some owners are seen."""
         old, step, hits, seen = self.map, self.map.step + 1, self.map.hits, 0
-        if hits.size:
+        if hits is not None:
             used, seen = (
                 x.at[place].get(mode="fill", fill_value=0) for x in (hits, old.last)
             )
@@ -103,7 +103,7 @@ class Part(NamedTuple):
     def _sighted(self, new: Any, place: jax.Array) -> tuple[Any, jax.Array]:
         """The map that counts ids without a row, and how often each was seen."""
         counters = new.sightings
-        if not counters.size:
+        if counters is None:
             return new, jnp.ones_like(place)
         if new.half_life is not None:
             counters = lax.cond(
@@ -141,7 +141,7 @@ class Part(NamedTuple):
         to = jnp.where(first, claimed, size)
         before = [x.at[to].get(mode="fill", fill_value=NOBODY) for x in (old.low, old.high)]
         new = _owned(old, to, self.ids, old.step)
-        if old.hits.size:
+        if old.hits is not None:
             hits = old.hits.at[to].set(0, mode="drop")
             hits = hits.at[jnp.where(mine, claimed, size)].add(1, mode="drop")
             new = dataclasses.replace(new, hits=hits)
@@ -154,7 +154,7 @@ class Part(NamedTuple):
         """``[n, 8]``: below 1 for whose place is free; who is in the batch keeps it."""
         seen = _ways(old.last, self.bucket)
         age = old.step - seen
-        if old.hits.size:
+        if old.hits is not None:
             worth = 1 + self._aged(_ways(old.hits, self.bucket), age)
         else:
             worth = jnp.ones_like(seen) if old.policy == "never" else seen

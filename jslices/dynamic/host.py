@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jslices.dynamic.buckets import WAYS, Part, buckets_of
+from jslices.dynamic.buckets import COUNTERS, WAYS, Part, buckets_of
 from jslices.dynamic.ids import NOBODY, WideIds, is_padding
 from jslices.dynamic.maps import IdMap
 
@@ -41,9 +41,9 @@ class HostIdMap:
     def __init__(self, like: IdMap) -> None:
         self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         self.size = like.low.shape[0]
-        self.width = 4 if like.hits.shape[0] else 3
-        self.sightings = np.zeros(like.sightings.shape, np.int32)
-        self.sightings = self.sightings.reshape(self.size // WAYS, -1)
+        self.width = 3 if like.hits is None else 4
+        counters = 0 if like.sightings is None else COUNTERS
+        self.sightings = np.zeros((self.size // WAYS, counters), np.int32)
         names = ("name", "shared", "policy", "after", "expire", "half_life")
         options = ", ".join(f"{name}={getattr(like, name)!r}" for name in names)
         self.made_by = f"dynamic.id_map({self.size}, {options})"  #: what to type.
@@ -71,10 +71,12 @@ class HostIdMap:
         chosen = np.pad(buckets, (0, room - len(buckets)), "edge")
         with _on_the_host():
             new, rows = jax.device_get(_run(call, self._like, part, chosen, ids))
-        columns = ~new.low, ~new.high, *new.hits.reshape(-1, room * WAYS), new.last
+        hits = [] if new.hits is None else [new.hits]
+        columns = ~new.low, ~new.high, *hits, new.last
         now = np.stack([x.view(np.uint32) for x in columns], 1)[: len(old)]
         changed = numbers[(old[:, :2] != now[:, :2]).any(1)]
-        sightings = new.sightings.reshape(room, -1)[: len(buckets)]
+        counters = np.zeros(0, np.int32) if new.sightings is None else new.sightings
+        sightings = counters.reshape(room, self.sightings.shape[1])[: len(buckets)]
         return Batch(rows[:count].astype(np.int64), changed, numbers, now, sightings)
 
     def keep(self, batch: Batch, step: int) -> None:
@@ -87,8 +89,9 @@ class HostIdMap:
         """A copy of some entries as a map of NumPy's arrays."""
         low, high, *hits, last = entries.T
         arrays = {"low": ~low, "high": ~high, "last": last.astype(np.int32)}
-        arrays["hits"] = np.ravel(hits).astype(np.int32)
-        arrays |= {"sightings": sightings.flatten(), "step": np.asarray(step, np.int32)}
+        arrays["hits"] = hits[0].astype(np.int32) if hits else None
+        arrays["sightings"] = sightings.flatten() if sightings.size else None
+        arrays["step"] = np.asarray(step, np.int32)
         return dataclasses.replace(self._like, **arrays)
 
 

@@ -52,8 +52,8 @@ class IdMap:
     #: int32 ``[S]``, the last step that saw the owner; at most 0 without one, when it is
     #: the step of its eviction, negated.
     last: jax.Array
-    hits: jax.Array  #: int32 ``[S]``, how often it was seen; ``[0]`` if nobody asks.
-    sightings: jax.Array  #: int32, counts of ids without a row, 32 a bucket; or ``[0]``.
+    hits: jax.Array | None  #: int32 ``[S]``, how often it was seen, if a policy asks.
+    sightings: jax.Array | None  #: int32, counts of ids without a row, 32 a bucket.
     step: jax.Array  #: int32 ``[]``, calls of ``admit``.
     name: str  #: this and what follows: see :func:`id_map`.
     policy: Policy
@@ -313,12 +313,13 @@ def id_map(
             f"id_map({num_rows}): a table has at most 2**31 - 2 rows; take several maps"
         )
     full = functools.partial(jnp.full, device=sharding)
-    hits = size if policy in ("lfu", "tinylfu") else 0
-    counters = buckets * COUNTERS if after > 1 or policy == "tinylfu" else 0
-    low, high = full(size, NOBODY), full(size, NOBODY)
-    last, used, sightings = (full(n, 0, jnp.int32) for n in (size, hits, counters))
-    arrays = low, high, last, used, sightings, jnp.zeros((), jnp.int32)
-    return IdMap(*arrays, name, policy, shared, after, expire, half_life)
+    zeros = functools.partial(full, fill_value=0, dtype=jnp.int32)
+    hits = zeros(size) if policy in ("lfu", "tinylfu") else None
+    counted = after > 1 or policy == "tinylfu"
+    sightings = zeros(buckets * COUNTERS) if counted else None
+    owners = full(size, NOBODY), full(size, NOBODY), zeros(size)
+    arrays = *owners, hits, sightings, jnp.zeros((), jnp.int32)
+    return IdMap(*arrays, name, policy, shared, after, expire, half_life)  # type: ignore[arg-type]
 
 
 def _types(_call: Any, _exchange: Any, whole: IdMap, ids: WideIds) -> Any:

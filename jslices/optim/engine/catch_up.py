@@ -111,7 +111,7 @@ def with_clock(
         moves = ~rows.is_frozen & (rows.step == count)
         update, new = kernel(g, p, state)
         if key is not None:
-            variance = steps.rate(count, clock.log[0].dtype)
+            variance = steps.rate(count, jnp.result_type(clock.log[0]))
             update += _noise(steps, key, state["row_keys"], count, step, variance, update)
         # x + -0.0 is x for every x, and 0.0 for -0.0 + 0.0.
         wrong = jnp.where(per_row(rows.is_frozen, update), -0.0, jnp.nan)

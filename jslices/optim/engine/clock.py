@@ -17,7 +17,7 @@ from jslices._place import boundary
 from jslices._rows import access
 from jslices._slices import IndexedSlices, each_shard, is_slices
 from jslices._typing import Params, PyTree, State
-from jslices.optim.engine.missed import MissedSteps, hash_of
+from jslices.optim.engine.missed import MissedSteps, hash_of, is_empty
 from jslices.optim.engine.rule import row_like
 
 #: A log has at least so many columns; of taller tables one for each so many rows, so that
@@ -54,8 +54,10 @@ class Clock(NamedTuple):
     """
 
     last: PyTree  #: like params, ``[V]`` (``row_like``): the marks of a :class:`RowClock`.
-    whole: jax.Array  #: int32, one a parameter: its last step as a whole, or -1.
-    log: tuple[jax.Array, ...]  #: ``[lines, L]``, of each rule: see :class:`MissedSteps`.
+    #: int32, one a parameter: its last step as a whole, or -1; None if there is none.
+    whole: jax.Array | None
+    #: ``[lines, L]``, of each rule, or None: see :class:`MissedSteps`.
+    log: tuple[jax.Array | None, ...]
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
     #: Of rows from elsewhere, their columns ``[U, lines]``, for each log.
     own: tuple[jax.Array | None, ...] | None = None
@@ -74,7 +76,7 @@ def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
     logs = tuple(steps.opened(columns, widest) for steps in missed)
     noise = missed[0].noise if missed else None
     key = None if noise is None else jnp.array(noise[1])
-    whole = jnp.full(len(leaves), -1, jnp.int32)
+    whole = jnp.full(len(leaves), -1, jnp.int32) if leaves else None
     numbers = None if _SHORT.get() else jnp.array([hash_of(missed), 0], jnp.int32)
     return Clock(tree.unflatten(last), whole, logs, key, None, numbers)
 
@@ -96,7 +98,8 @@ def with_columns(state: State, columns: Sequence[jax.Array]) -> State:
     def with_own(clock: Clock, count: jax.Array) -> Clock:
         if not jax.tree.leaves(clock.last):  # of no parameter
             return clock
-        return clock._replace(own=tuple(next(left) if x.size else None for x in clock.log))
+        own = tuple(None if is_empty(x) else next(left) for x in clock.log)
+        return clock._replace(own=own)
 
     return map_clocks(with_own, state)
 
@@ -207,8 +210,9 @@ def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> Sta
 def by_row(clock: Clock, count: jax.Array) -> Clock:
     """The same clock, for rows that go apart: each keeps the last step of the whole."""
     leaves, tree = flatten(clock.last)
-    whole = enumerate(leaves)
-    steps = [RowClock.of(x, clock.whole[i], count).marks for i, x in whole]
+    if clock.whole is None:
+        return clock
+    steps = [RowClock.of(x, clock.whole[i], count).marks for i, x in enumerate(leaves)]
     return clock._replace(last=tree.unflatten(steps), whole=jnp.full_like(clock.whole, -1))
 
 

@@ -47,7 +47,7 @@ LONGEST_WINDOW = 1 << 18
 
 
 #: A log ``[lines, L]``, and the step since when it is by the numbers of its rule, if kept.
-Log: TypeAlias = tuple[jax.Array, jax.Array | None]
+Log: TypeAlias = tuple[jax.Array | None, jax.Array | None]
 
 
 class Series(NamedTuple):
@@ -162,11 +162,14 @@ class MissedSteps:
         """The number of steps back whose columns are not finished."""
         return max((_steps_to_vanish(x.ratio, dtype) for x in self.series), default=0)
 
-    def opened(self, columns: int, dtype: np.dtype) -> jax.Array:
-        """The log ``[lines, L]`` before the first step, of so many columns at least."""
+    def opened(self, columns: int, dtype: np.dtype) -> jax.Array | None:
+        """The log ``[lines, L]`` before the first step, of so many columns at least.
+
+        None if rows need no number of the steps that they miss.
+        """
         lines = self._lines
         if not lines["pull"].stop:
-            return jnp.zeros((0, 1), dtype)
+            return None
         columns = max(columns, 2 * self._block(dtype), LONG_LOG * self.looks_on)
         log = jnp.zeros((lines["pull"].stop, 1 << (columns - 1).bit_length()), dtype)
         signs = range(lines["decay"].start + 2, lines["end"].stop, 3)
@@ -174,21 +177,23 @@ class MissedSteps:
             np.array([*signs, *range(*lines["pull"].indices(len(log)))], int)
         ].set(1)
 
-    def fits(self, log: jax.Array) -> bool:
+    def fits(self, log: jax.Array | None) -> bool:
         """Whether an array has the form of the log, or is an empty one."""
+        if log is None:
+            return not self._lines["pull"].stop
         lines, columns = self._lines["pull"].stop, 2 * self._block(log.dtype)
         return log.shape[0] >= lines and (log.shape[1] >= columns or not log.size)
 
     @functools.cached_property
-    def logged(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def logged(self) -> Callable[[jax.Array | None, jax.Array], jax.Array | None]:
         """The log after the step that follows ``count`` steps, ``(log, count) -> log``.
 
         Compiled, as eager it would dispatch dozens of scalars.
         """
         return jax.jit(self._logged, inline=True)
 
-    def _logged(self, log: jax.Array, count: jax.Array) -> jax.Array:
-        if not log.size:
+    def _logged(self, log: jax.Array | None, count: jax.Array) -> jax.Array | None:
+        if log is None or is_empty(log):
             return log
         dtype, step, lines = log.dtype, next_count(count), self._lines
         rate, decay = self.rate(count, dtype), self.decay(count, dtype)
@@ -282,6 +287,8 @@ class MissedSteps:
         numbers.
         """
         (log, since), lines = known_log, self._lines
+        if log is None:
+            log = jnp.zeros((0, 1), float)
         dtype, steps = log.dtype, count - last
         known = steps < log.shape[1]
         column = self._column(log, last)
@@ -377,6 +384,11 @@ def hash_of(missed: Sequence[MissedSteps]) -> Any:
     bits = xp.stack([xp.asarray(x, np.float32) for x in numbers]).view(np.uint32)
     odd = np.array([pow(0x9E3779B1, n + 1, 1 << 32) for n in range(len(numbers))], "u4")
     return (bits * odd).sum(dtype=np.uint32).view(np.int32)
+
+
+def is_empty(log: jax.Array | None) -> bool:
+    """Whether a log has no column, as those of earlier versions where it is now None."""
+    return log is None or not log.size
 
 
 def _at(log: jax.Array, step: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.tree_util import Partial, PyTreeDef
 from jax.typing import ArrayLike
 
-from jslices._arguments import check_array, is_function, shown
+from jslices._arguments import check_array, is_function, refuse_host_memory, shown
 from jslices._densify import warn_at_line
 from jslices._grad.now import as_now
 from jslices._jax import broadcast_prefix, flatten, is_staged, traces, usual_promotion
@@ -48,7 +48,7 @@ from jslices.optim.engine.clock import (
     new_clock,
     with_rows_in_turn,
 )
-from jslices.optim.engine.missed import Log, MissedSteps, hash_of
+from jslices.optim.engine.missed import Log, MissedSteps, hash_of, is_empty
 from jslices.optim.engine.now import Reading, current_reading
 from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation
@@ -104,7 +104,7 @@ def _unpickled(state_type: Any, *parts: PyTree) -> Any:
 class _OfClock(NamedTuple):
     """What the clock has of an array, besides the last steps of its rows."""
 
-    log: Log  #: of its rule.
+    log: Log  #: of its rule, and since when it is by its numbers.
     whole: ArrayLike  #: its last step as a whole, or -1.
     number: int  #: of the parameter, among those that the state is of.
     own: jax.Array | None  #: the columns of its rows, if they bring them along.
@@ -161,6 +161,8 @@ class _RuleOnTrees:
             check_array(name, p)
             if jnp.issubdtype(getattr(p, "dtype", np.float32), jax.dtypes.extended):
                 raise TypeError(f"{name}: wanted an array of numbers, got {shown(p)}")
+            if not isinstance(p, jax.core.Tracer):
+                refuse_host_memory(name, p)
             protocol.check_width(name, jnp.result_type(p))
             warn_of_columns(path, p)
         state = {}
@@ -404,9 +406,10 @@ class _RuleOnTrees:
         return params, self._with_arrays(state, tree, changed)
 
     def _with_rows_in_turn(self, each: "_Array", rows: Any, count: jax.Array) -> Any:
-        if isinstance(rows, bool) or not each.clock.log[0].size:
+        log, _ = each.clock.log
+        if isinstance(rows, bool) or is_empty(log):
             return rows
-        columns = each.clock.log[0].shape[1]
+        columns = log.shape[1]
         return with_rows_in_turn(rows, each.state["last"], count, columns=columns)
 
     def check(self, name: str, tree: PyTree, state: State, *rest: Any, **more: Any) -> None:
@@ -531,9 +534,10 @@ class _RuleOnTrees:
         return state._replace(**new)
 
 
-def _set(whole: jax.Array, numbers: Sequence[int], step: jax.Array) -> jax.Array:
-    here = np.isin(np.arange(len(whole)), numbers)
-    return jnp.where(here, step, whole) if numbers else whole
+def _set(whole: Any, numbers: Sequence[int], step: jax.Array) -> jax.Array | None:
+    if not numbers:
+        return whole
+    return jnp.where(np.isin(np.arange(len(whole)), numbers), step, whole)
 
 
 def _state_shapes(rule: Rule, shape: tuple[int, ...]) -> Shapes:

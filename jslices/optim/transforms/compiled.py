@@ -11,7 +11,7 @@ import jax
 
 from jslices._jax import is_traced
 from jslices._place.hints import hint_once
-from jslices._slices.held import held_where, is_held, unheld
+from jslices._slices.held import unheld
 from jslices._typing import Params, State
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,10 +63,9 @@ class Step:
     def __call__(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None or is_traced():
             return self._pure(params, state, *args, **kwargs)
-        plain = unheld(params)
-        token = given.set((plain, (args, kwargs)))
+        token = given.set((params, (args, kwargs)))
         try:
-            results = self._compiled(plain, state, *args, **kwargs)
+            results = self._compiled(unheld(params), state, *args, **kwargs)
         except TypeError as error:
             _explain(error, self._call, args, kwargs)
             raise
@@ -75,9 +74,7 @@ class Step:
         if self._is_new:
             self._is_new = False
             self._look_for_others(state, results)
-        if plain is params or self._call != "train_step":
-            return results
-        return _held_in_either(params, results[0]), *results[1:]
+        return results
 
     def lower(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(step).lower``."""
@@ -145,12 +142,6 @@ def _with_signature_of(
         pass
     named.__name__ = name
     return named
-
-
-def _held_in_either(old: Params, new: Params) -> Params:
-    """``new``, with what is in a box in ``old`` in one as well."""
-    boxes = jax.tree.leaves(old, is_leaf=is_held)
-    return held_where(new, [is_held(x) for x in boxes])
 
 
 def _explain(error: TypeError, call: str, args: Sequence[Any], kwargs: Any) -> None:

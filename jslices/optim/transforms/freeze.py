@@ -266,15 +266,18 @@ def _with_clocks(
     """The state with the marks of rows of every clock in it as ``mark`` makes them."""
 
     def marked(old: Clock, count: jax.Array) -> Clock:
+        whole = old.whole
+        if whole is None:
+            return old
         leaves, tree = flatten(old.last)
         numbers = tree.unflatten(range(len(leaves)))
         alone = np.zeros(len(leaves), bool)  # whose rows go by themselves again
 
         def steps(last: jax.Array, bits: Frozen, number: int) -> jax.Array:
             alone[number] = True
-            return mark(RowClock.of(last, old.whole[number], count), bits)
+            return mark(RowClock.of(last, whole[number], count), bits)
 
         last = base.map_with_prefix(ARGUMENT, frozen, steps, old.last, numbers)
-        return old._replace(last=last, whole=jnp.where(alone, -1, old.whole))
+        return old._replace(last=last, whole=jnp.where(alone, -1, whole))
 
     return map_clocks(marked, state)

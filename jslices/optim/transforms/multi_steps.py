@@ -37,7 +37,8 @@ class MultiStepsState(NamedTuple):
     mini_step: jax.Array  #: int32 ``[]``, gradients gathered for the next step.
     gradient_step: jax.Array  #: int32 ``[]``, steps taken.
     inner_opt_state: Any  #: the state of the optimizer.
-    acc_grads: Any  #: sums of dense gradients; rows side by side, values ``[k, K, *D]``.
+    acc_grads: Any  #: sums of dense gradients; rows side by side, values ``[k, K, *D]``,
+    #: None for an array into which no gradient comes.
 
 
 @combinator
@@ -228,8 +229,10 @@ def _nothing(shape: Leaf) -> Leaf:
 
 def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     """An empty buffer for k gradients like ``example``."""
-    if example is None or base.is_masked(param):  # of another part of a partition
-        return None if example is None else param
+    if base.is_masked(param) and example is not None:  # of another part of a partition
+        return param
+    if example is None or protocol.has_no_rows(example):
+        return None
     if not is_slices(example):
         return filled_like(param, 0, widened(jnp.zeros((), example.dtype)).dtype)
     values, indices = example.values, example.indices
@@ -255,8 +258,8 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
 
 def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
     """The buffer with ``grad`` as its n-th gradient; the first one clears it."""
-    if grad is None or base.is_masked(grad):
-        return grad
+    if buffer is None or base.is_masked(grad):
+        return None if buffer is None else grad
     if not is_slices(buffer):
         return jnp.where(n == 0, 0, buffer) + grad.astype(buffer.dtype)
     alike = grad.row_axes == buffer.row_axes
@@ -274,7 +277,9 @@ def _put(grad: Leaf, buffer: Leaf, n: jax.Array) -> Leaf:
 
 def _total(buffer: Leaf, example: Leaf, divisor: int | None) -> Leaf:
     """The sum of what a buffer holds, or its mean, in the dtype of the gradient."""
-    if buffer is None or is_slices(buffer) or base.is_masked(buffer):
+    if buffer is None:
+        return _nothing(example)
+    if is_slices(buffer) or base.is_masked(buffer):
         return merge_leaf(buffer, divisor) if is_slices(buffer) else buffer
     total = buffer if divisor is None else buffer / divisor
     return total.astype(example.dtype)
