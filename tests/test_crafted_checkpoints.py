@@ -402,8 +402,9 @@ def test_bytes_that_stand_for_no_value(value, contents, text, tmp_path):
 def test_row_numbers_of_a_delta(rows, tmp_path):
     saver = js.Saver()
     saver.save({"t": np.zeros((4, 2))}, tmp_path / "m", 0)
-    touched = {"t": list(range(len(rows)))}
-    saver.save_delta({"t": np.ones((4, 2))}, tmp_path / "m", 1, touched=touched)
+    new, touched = np.zeros((4, 2)), {"t": list(range(len(rows)))}
+    new[touched["t"]] = 1
+    saver.save_delta({"t": new}, tmp_path / "m", 1, touched=touched)
 
     def edit(header, _, data):
         start, stop = header["t@rows"]["data_offsets"]

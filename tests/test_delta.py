@@ -86,6 +86,39 @@ def test_touched(kind, tmp_path):
     assert js.checkpoint.latest_checkpoint(tmp_path) == path
 
 
+@pytest.mark.parametrize("kind", [x for x in TOUCHED if x != "compared"])
+def test_rows_of_the_last_step_alone_are_refused(kind, tmp_path):
+    saver, variables = js.Saver(), start()
+    path = saver.save(variables, tmp_path / "m", 0)
+    variables = stepped(stepped(variables, [3, 5], 2.0), [5, 60], 3.0)
+    with pytest.raises(
+        js.InvalidArgumentError,
+        match=r"names 2 rows of '(mu/)?table'.*m-0, such as row 3\.",
+    ):
+        saver.save_delta(variables, tmp_path / "m", 1, touched=TOUCHED[kind]([5, 60]))
+    assert js.checkpoint.latest_checkpoint(tmp_path) == path
+    path = saver.save_delta(variables, tmp_path / "m", 1, touched=TOUCHED[kind]([3, 5, 60]))
+    assert_same(saver.restore(path), variables)
+
+
+@pytest.mark.parametrize("shape", [(100_000, 2), (3, 40_000, 2), (40_000, 3, 2), (2000,)])
+def test_some_rows_of_a_tall_table_are_compared(shape, tmp_path):
+    axes = max(1, len(shape) - 1)
+    size, rng = int(np.prod(shape[:axes])), np.random.default_rng(0)
+    table, saver = np.zeros(shape, "f4"), js.Saver()
+    saver.save({"t": table}, tmp_path / "m", 0)
+    first, second = np.split(rng.permutation(size)[: size // 10 * 2], 2)
+    mask, only = np.zeros(shape[:axes], bool), np.zeros(shape[:axes], bool)
+    for ids in (first, second):
+        np.put(mask, ids, True)
+        table[mask] += 1
+    np.put(only, second, True)
+    with pytest.raises(js.InvalidArgumentError, match="others have changed"):
+        saver.save_delta({"t": table}, tmp_path / "m", 1, touched={"t": only})
+    path = saver.save_delta({"t": jnp.array(table)}, tmp_path / "m", 1, touched={"t": mask})
+    np.testing.assert_array_equal(saver.restore(path)["t"], table)
+
+
 def test_what_is_not_said_is_saved_whole(tmp_path):
     saver, variables = js.Saver(), start()
     saver.save(variables, tmp_path / "m", 0)

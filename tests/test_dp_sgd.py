@@ -39,7 +39,10 @@ def nothing(ids, shape=(V, N)):
 def run(tx, table, state, batches=IDS, gradient=None):
     def step(table, state, ids):
         table, state = tx.catch_up(table, state, ids)
-        return tx.apply((gradient or js.grad(loss))(table, ids), state, table)
+        grads = (gradient or js.grad(loss))(table, ids)
+        if gradient is None:  # as if it were clipped, or there would be a warning
+            grads = grads.with_values(grads.values)
+        return tx.apply(grads, state, table)
 
     step = fast_jit(step)
     for ids in batches:
@@ -75,6 +78,37 @@ def test_distribution_is_that_of_dense_dp_sgd(rate):
     assert (np.abs(difference) < 5 * np.sqrt(products / N)).all()
     # The same test tells apart noise that is a tenth too large.
     assert (np.abs(1.21 * np.cov(table) - covariance) > 5 * np.sqrt(products / N)).any()
+
+
+def test_a_gradient_in_which_no_example_was_clipped_is_told():
+    """At the line; not where examples were clipped, by us or by hand, or without noise."""
+    tx, table, ids = make(), jnp.ones((V, N)), jnp.array([[0, 3], [3, 3]])
+    of_batch = lambda table, ids: jax.vmap(loss, (None, 0))(table, ids).sum()  # noqa: E731
+
+    def step(gradient, tx=tx):
+        return lambda table, state: tx.apply(gradient(table), state, table)
+
+    def by_hand(table):  # example by example
+        clipped = [js.clip_by_global_norm(js.grad(loss)(table, x), CLIP)[0] for x in ids]
+        return clipped[0] + clipped[1]
+
+    def by_us(table):
+        each = jax.vmap(js.grad(loss), (None, 0))(table, ids)
+        return js.per_example_global_norm_clip(each, CLIP)[0]
+
+    raw = lambda table: js.grad(of_batch)(table, ids)  # noqa: E731
+    twice = lambda table: raw(table) + by_us(table)  # noqa: E731
+    state = tx.init(table)
+    for gradient in (raw, twice, lambda table: raw(table).coalesce()):
+        with pytest.warns(
+            UserWarning, match=r"no example was clipped.*per_example"
+        ) as told:
+            jax.eval_shape(step(gradient), table, state)
+        assert {x.filename for x in told} == {__file__}
+    for gradient in (by_us, by_hand):
+        jax.eval_shape(step(gradient), table, state)
+    silent = make(sigma=0.0)
+    jax.eval_shape(step(raw, silent), table, silent.init(table))
 
 
 def test_an_array_gets_noise_as_a_whole():
@@ -166,6 +200,7 @@ def test_flush_leaves_no_row_behind():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dp_sgd got")
 def test_rows_as_they_are_now_and_the_step_after_agree():
     tx, table = make(), jnp.zeros((V, 3))
     table, state = run(

@@ -403,6 +403,21 @@ def test_evicted_ids_leave_their_rows_and_show_in_what_a_server_needs():
     assert changed == {rows[9]: -1, rows[7]: 7}
 
 
+def test_exact_optimizers_move_what_nobody_has_seen():
+    """With their state an export has all owners, and who left."""
+    ids, _ = dynamic.id_map(64).admit(dynamic.wide_ids([7, 8, 9]))
+    ids, _ = ids.evict(dynamic.wide_ids([9]))[0].admit(dynamic.wide_ids([7]))
+    since, table = int(ids.step), jnp.zeros((ids.num_rows, 2))
+    ids, left = ids.admit(dynamic.wide_ids([10]))[0].evict(dynamic.wide_ids([8]))
+    exact = js.optim.chain(
+        js.optim.clip_by_global_norm(1.0), js.adam(0.1, untouched="exact")
+    )
+    known, rows = ids.export(since, exact.init(table))
+    assert sorted(known.tolist()) == [-1, 7, 10] and rows[known == -1] == left
+    for state in (None, js.adam(0.1).init(table)):
+        assert {*ids.export(since, state)[0].tolist()} == {10, -1}
+
+
 def test_a_server_that_applies_what_changes_has_what_the_map_has():
     """By the loop of the page: ids change rows, and none is lost with an old owner."""
     page = (pathlib.Path(__file__).parent.parent / "docs/keyed_tables.md").read_text()
@@ -443,6 +458,9 @@ def test_rows_that_a_flush_moved_are_in_a_delta_and_not_in_the_export(tmp_path):
     seen = ids.export(since)[1]
     by_export[seen] = wanted[seen]
     assert np.abs(by_export - wanted).max() > 0.05
+    moved = ids.export(since, state)[1]
+    by_export[moved] = wanted[moved]
+    np.testing.assert_array_equal(by_export[: ids.low.size], wanted[: ids.low.size])
     delta = saver.save_delta({"params": params, "state": state}, tmp_path / "m", 1)
     with safetensors.safe_open(delta, "np") as file:
         about = json.loads(file.metadata()["jslices"])["delta"]

@@ -142,11 +142,16 @@ def test_a_delta_holds_all_rows_of_a_table_that_moved_as_a_whole(tmp_path):
 
 @pytest.mark.parametrize("name", ["adam", "frozen"])
 def test_states_for_other_libraries_are_those_after_flush(name):
-    _, _, behind, flushed = trained(name)
-    with pytest.raises(ValueError, match=r"rows are behind.*tx\.flush"):
+    tx, _, behind, flushed = trained(name)
+    with pytest.raises(ValueError, match=r"rows are behind.*names, tx\).*tx\.flush"):
         js.checkpoint.export_state(behind["params"], behind["state"], "torch")
-    slots = js.checkpoint.export_state(flushed["params"], flushed["state"], "torch")
-    np.testing.assert_array_equal(slots["table"]["exp_avg"], flushed["state"].mu["table"])
+    held = js.hold(behind["params"])
+    for tree in ((flushed["params"], flushed["state"]), (held, behind["state"])):
+        slots = js.checkpoint.export_state(*tree, "torch", tx=tx)["table"]
+        assert slots["step"] == 3
+        moments = flushed["state"].mu["table"], flushed["state"].nu["table"]
+        np.testing.assert_allclose(slots["exp_avg"], moments[0], rtol=1e-6)
+        np.testing.assert_allclose(slots["exp_avg_sq"], moments[1], rtol=1e-6)
 
 
 @pytest.mark.slow

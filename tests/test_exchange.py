@@ -421,3 +421,60 @@ def test_bad_exchanges_say_what_to_type():
     explicit = mesh_of((2, 4), ("a", "x"), AxisType.Explicit)
     with pytest.raises(js.InvalidArgumentError, match=r"split along \('x',\)"):
         grad(on(explicit, TABLE, P("x")), js.Exchange("a"))
+
+
+ALONG_X = P("x")
+
+
+def on_mesh(kind=AxisType.Auto, rows=ALONG_X, ids=ALONG_X, count=4_000, axes=("x",)):
+    """A loss and its arguments, on eight devices."""
+    shape = (8,) if len(axes) == 1 else (2, 4)
+    mesh = jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    params = {"table": put(jnp.ones((40_000, 64)), rows), "w": put(jnp.ones(64), P())}
+    return params, put(jnp.arange(count) * 7, ids)
+
+
+def mean_of_rows(params, ids):
+    rows = js.embedding_lookup(params["table"], ids)
+    return jnp.mean(rows @ params["w"])
+
+
+@pytest.mark.parametrize(
+    ("axes", "split", "said"),
+    [
+        (("x",), "x", "js.Exchange('x')"),
+        (("a", "x"), ("a", "x"), "js.Exchange(('a', 'x'))"),
+    ],
+)
+def test_an_exchange_that_would_pay_is_hinted_at(axes, split, said, monkeypatch):
+    monkeypatch.setattr("jslices._place.hints.hinted", set())
+    tx = js.adam(0.1, untouched="exact")
+    params, ids = on_mesh(rows=P(split), ids=P(split), axes=axes)
+    step, state = js.train_step(mean_of_rows, tx), tx.init(params)
+    with pytest.warns(
+        js.PerformanceHint, match=r"rows of params\['table'\].*1.0 MB"
+    ) as told:
+        params, state, _ = step(params, state, ids)
+    assert [x.filename for x in told] == [__file__] and said in str(told[0].message)
+    params, state, _ = step(params, state, ids[:3992])  # compiles anew, and says no more
+
+
+FINE = {
+    "exchange": ({}, {"exchange": {"table": js.Exchange("x")}}),
+    "Explicit axes": ({"kind": AxisType.Explicit}, {}),
+    "every device has the table": ({"rows": P()}, {}),
+    "every device has the ids": ({"ids": P()}, {}),
+    "few rows": ({"count": 80}, {}),
+    "columns are split": ({"rows": P(None, "x")}, {}),
+    "ids along another axis": ({"axes": ("a", "x"), "ids": P("a")}, {}),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_no_exchange_is_hinted_at_where_none_would_pay(name, monkeypatch):
+    monkeypatch.setattr("jslices._place.hints.hinted", set())
+    where, how = FINE[name]
+    params, ids = on_mesh(**where)
+    tx = js.sgd(0.1)
+    js.train_step(mean_of_rows, tx, **how)(params, tx.init(params), ids)

@@ -264,8 +264,28 @@ def test_rows_begin_when_they_are_fetched_and_state_begins_with_them():
     rows, _ = table.fetch([3, 3, 9])
     assert set(asked) == {3, 9}
     assert np.asarray(rows.unpack()[1].sum_of_squares)[:2].tolist() == [[0.25] * D] * 2
-    table.fetch([3])  # was not stored: begins again, with the same values
-    np.testing.assert_array_equal(table.read([3]), START[[3]])
+    np.testing.assert_array_equal(table.read([3]), START[[3]])  # was not stored
+
+
+def test_rows_that_were_never_stored_are_told():
+    """At the line of the next fetch, which gives nothing while warnings are errors."""
+    table = js.HostTable((V, D), SGD, overlap=True)
+    for ids in ([3, 7], [3]):
+        table.store(table.fetch(ids)[0])
+        table.read(ids)  # evaluates, and says nothing
+    table.fetch([3])
+    with pytest.warns(UserWarning, match=r"lost: type table\.store\(rows\).*read") as told:
+        table.fetch([4])
+    assert [x.filename for x in told] == [__file__]
+    with pytest.raises(UserWarning, match="not stored"):
+        table.fetch([3])
+    table.reset([4])  # takes the rows of the last fetch back
+    table.fetch([4])
+    both = js.HostTable.together({"a": js.HostTable((V, D), SGD)})
+    both.store(both.fetch({"a": [1]})[0])
+    both.fetch({"a": [1]})
+    with pytest.warns(UserWarning, match="not stored"):
+        both.fetch({"a": [1]})
 
 
 def test_ids_may_be_a_tree():
@@ -294,7 +314,7 @@ BATCH = [[3, -1, 7], [-7, 3, V]]
 def test_ids_that_are_no_rows_mean_what_they_mean_in_an_array(lookup, before):
     """Whatever room the batch before has made."""
     table = js.HostTable((V, D), SGD, init=beginning)
-    table.fetch(before)
+    table.store(table.fetch(before)[0])
     rows, places = table.fetch(BATCH)
 
     def of(table, ids):
@@ -313,7 +333,9 @@ def test_ids_that_are_no_rows_mean_what_they_mean_in_an_array(lookup, before):
 def test_ids_beyond_32_bits_are_no_rows():
     table = js.HostTable((V, D), SGD, size=4)
     wide = np.array([3, 2**32 + 3, -(2**40)])
-    assert table.fetch(wide)[1].tolist() == [0, 4, -(2**31)]
+    rows, places = table.fetch(wide)
+    table.store(rows)
+    assert places.tolist() == [0, 4, -(2**31)]
     assert table.fetch(wide.astype(np.uint64))[1].tolist() == [0, 4, 4]
 
 
@@ -852,6 +874,7 @@ def test_a_host_table_is_no_array(use):
         use(js.HostTable((V, D), SGD))
 
 
+@pytest.mark.filterwarnings("ignore:the rows that were fetched before:UserWarning")
 def test_misuse_says_what_to_type_and_changes_nothing():
     table = js.HostTable((V, D), SGD, size=2)
     with pytest.raises(js.InvalidArgumentError, match=r"3 distinct rows.*size=2.*least 3"):

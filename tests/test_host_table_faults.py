@@ -29,6 +29,9 @@ import jslices as js
 from jslices._host_table import records as storage
 from jslices.errors import DataLossError, FailedPreconditionError
 
+pytestmark = pytest.mark.filterwarnings(  # after an interrupt, and beside another thread
+    "ignore:the rows that were fetched before:UserWarning"
+)
 V, D = 20, 3
 TX = js.sgd(0.5)
 FOLDER = os.path.join(os.path.dirname(js.__file__), "_host_table")

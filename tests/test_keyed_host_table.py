@@ -198,6 +198,7 @@ def test_killed_at_any_line_map_and_rows_are_of_one_step(tmp_path, name):
     assert seen == {before, after} and (after == copied) == (name == "restore")
 
 
+@pytest.mark.filterwarnings("ignore:the rows that were fetched before:UserWarning")
 def test_a_step_that_cannot_be_stored_takes_its_ids_along():
     table = keyed(None, overlap=True)
     step(table, BATCHES[0])

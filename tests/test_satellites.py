@@ -41,6 +41,7 @@ SHARED = {
     "_slices": "Stacked check_slices opened rows_at",
     "_slices.held": "held_where is_held takes_held unheld",
     "_typing": "Params PyTree State",
+    "checkpoint.state_walk": "optimizer_states",
     "optim.engine.clock": "OLD_CLOCK OTHER_NUMBERS RowClock by_row has_rows_behind"
     " map_clocks short_logs with_columns",
     "optim.engine.missed": "LONG_LOG",

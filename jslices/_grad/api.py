@@ -370,7 +370,8 @@ def _leaf_gradient(leaf: LeafSpec, rows: IndexedSlices | None) -> IndexedSlices:
     """The gradient of a leaf; without ``rows`` no gradient reaches it."""
     shape = tuple(leaf.aval.shape)
     if rows is not None:
-        facts = rows.facts._replace(unconjugated=jnp.iscomplexobj(rows.values))
+        is_complex = jnp.iscomplexobj(rows.values)
+        facts = rows.facts._replace(unconjugated=is_complex, as_taken=True)
         return rows.numbered_as(shape).with_facts(facts)
     none = jnp.zeros((0, *shape[1:]), leaf.aval.dtype)
     return IndexedSlices(none, jnp.zeros((0,), jnp.int32), shape)

@@ -13,6 +13,12 @@ from jslices._exchange.plan import Way
 from jslices._grad.call import UserCall
 from jslices._grad.ids import eval_ids
 from jslices._grad.plan import Planned, Site
+from jslices._place.boundary import split_along
+from jslices._place.hints import hint_once
+from jslices._typing import Params, PyTree
+
+#: Rows of fewer bytes in a step are not worth a hint.
+_FEW = 10**6
 
 
 class ExchangeReport(NamedTuple):
@@ -105,3 +111,33 @@ def _received_bytes(site: Site, way: Way) -> int:
     plan = dataclasses.replace(site.exchange, way=way, falls_back=False)
     row_bytes = math.prod(site.table_shape[1:]) * site.dtype.itemsize
     return math.prod(site.loops) * plan.received(row_bytes, site.index_dtype.itemsize)
+
+
+def hint_exchange(planned: Planned, params: Params, batch: PyTree) -> None:
+    """Hint, once for a table, at rows that devices reduce for want of an ``exchange=``.
+
+    The arrays are those of a call: on Auto axes no type says how they are split.
+    """
+    tables = [_row_split(x) for x in jax.tree.leaves(params)]
+    is_ids = lambda x: getattr(getattr(x, "dtype", None), "kind", "f") in "iu"  # noqa: E731
+    of_ids = {axis for x in jax.tree.leaves(batch) if is_ids(x) for axis in _row_split(x)}
+    for site in planned.sites:
+        leaf, axes = planned.leaves[site.leaf], tables[site.leaf]
+        size, is_sent = site.total * leaf.row_bytes, site.exchange or site.varying
+        looks_up = site.graded and site.by_ids and not is_sent
+        if looks_up and size >= _FEW and of_ids.intersection(axes):
+            hint_once(
+                ("exchange", leaf.name, leaf.aval.shape),
+                f"rows of {leaf} are split over devices, and ids too: without an exchange "
+                f"every device reduces the rows of all, {human_bytes(size)} in each step, "
+                "and of each array of the state. Type js.train_step(fun, tx, exchange=...) "
+                f"with js.Exchange({(axes if axes[1:] else axes[0])!r}) for this table",
+            )
+
+
+def _row_split(x: Any) -> tuple[str, ...]:
+    """The axes of a mesh along which the first axis of an array is split."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.NamedSharding):
+        return ()
+    return tuple(a for a in split_along(sharding.spec, 1)[0] if sharding.mesh.shape[a] > 1)

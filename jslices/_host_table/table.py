@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jslices import InvalidArgumentError
+from jslices._densify import warn_at_line
 from jslices._host_table import arguments
 from jslices._host_table import records as storage
 from jslices._host_table import rows as on_device
@@ -34,6 +35,10 @@ from jslices.extend import as_transformation
 
 #: Numbers of all tables' fetches, so that none takes the rows of another for its own.
 _TICKETS = itertools.count(1)
+_UNSTORED = (
+    "the rows that were fetched before were not stored, and what a step made of them is "
+    "lost: type table.store(rows) after each step, or table.read(ids) to evaluate"
+)
 
 
 class HostTable(Journaled):
@@ -238,11 +243,16 @@ class HostTable(Journaled):
           TypeError: for ids that are not integers, or traced.
           InvalidArgumentError: for more distinct rows than ``size``.
           FailedPreconditionError: after ``close``.
+
+        Warns of rows of the fetch before that were never stored: what a step made of them
+        is lost. To evaluate, :meth:`read` rows instead.
         """
         leaves, tree = jax.tree.flatten(ids, is_leaf=arguments.is_leaf)
         if not leaves:
             raise TypeError(f"a HostTable wants ids that are integers, got {ids!r}")
         arrays = [arguments.checked_ids(x, self._ids) for x in leaves]
+        if self._fetched is not None and self._fetched.steps == self._steps:
+            warn_at_line(_UNSTORED, category=UserWarning)
         flat = np.concatenate([x.reshape(-1) for x in arrays])
         batch = self._look_up("admit", flat)
         numbers, places, counts = arguments.numbered(batch.rows, self.shape[0])

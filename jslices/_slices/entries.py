@@ -33,6 +33,8 @@ class Facts(NamedTuple):
         of the array itself.
       unconjugated: whether they are JAX's gradient of a real number by complex rows, whose
         conjugate a step follows.
+      as_taken: whether they are a gradient, of all examples together, whose values nothing
+        has changed since.
 
     Slices keep placement, packing and ``at_now`` wherever JAX takes them apart and puts
     them together. They forget the rest: a ``tree.map`` over ``values`` and ``indices`` may
@@ -44,6 +46,7 @@ class Facts(NamedTuple):
     packed: int = 1
     at_now: bool = False
     unconjugated: bool = False
+    as_taken: bool = False
     named: int | None = None
 
     @property
@@ -172,7 +175,8 @@ class Entries:
 
     def with_values(self, values: jax.Array) -> Self:
         """The same indices with other ``values`` ``[K, *D]``, and facts about them."""
-        return self._changed(values=values, facts=self.facts._replace(unconjugated=False))
+        facts = self.facts._replace(unconjugated=False, as_taken=False)
+        return self._changed(values=values, facts=facts)
 
     def later(self, values: jax.Array, indices: jax.Array) -> Self:
         """The same entries, computed later."""

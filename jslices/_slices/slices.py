@@ -561,6 +561,7 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
         packed=packed,
         at_now=all(s.facts.at_now for s in given),
         unconjugated=any(s.facts.unconjugated for s in given),
+        as_taken=any(s.facts.as_taken for s in given),
     )
     placement = given[0].facts.placement
     if (

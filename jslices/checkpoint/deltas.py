@@ -12,7 +12,7 @@ from jslices import IndexedSlices, InvalidArgumentError, is_slices
 from jslices._typing import PyTree
 from jslices.checkpoint import files
 from jslices.checkpoint.archive import Archive
-from jslices.checkpoint.boxes import row_blocks
+from jslices.checkpoint.boxes import box_at, row_blocks, whole
 from jslices.checkpoint.leaves import Array, Leaf, Rows, as_leaf
 from jslices.checkpoint.trees import clocks_in, matching, named_leaves
 from jslices.checkpoint.writing import Part
@@ -20,6 +20,9 @@ from jslices.errors import NotFoundError
 
 #: Ids of rows, a mask of them, or the slices of a gradient.
 Ids: TypeAlias = Array | IndexedSlices | Sequence[int]
+
+#: Beside the touched rows of a table so many runs of so many rows are compared.
+_RUNS, _RUN = 4, 256
 
 
 def open_base(prefix: str, previous: tuple[str, str] | None) -> Archive:
@@ -75,6 +78,8 @@ def delta_part(
         values, numbers = leaf.rows_tensor(rows), as_leaf("rows", rows.numbers).tensor()
         if values.num_bytes + numbers.num_bytes >= part[name].num_bytes:
             continue
+        if touched is not None:
+            _look_at_others(name, leaf, rows, base)
         row_name = f"{name}@rows"
         while row_name in leaves:
             row_name += "_"
@@ -180,6 +185,28 @@ def _union(a: Rows, b: Rows, shape: tuple[int, ...]) -> Rows:
         return (rows.numbers[:, None] * per + np.arange(per)).reshape(-1)
 
     return Rows(np.union1d(finer(a), finer(b)), axes)
+
+
+def _look_at_others(name: str, leaf: Leaf, rows: Rows, base: Archive) -> None:
+    """Refuse ``rows`` that are not all that changed, where some of the others tell."""
+    shape, row = leaf.spec.shape[: rows.row_axes], leaf.spec.shape[rows.row_axes :]
+    sizes: tuple[int, ...] = ()
+    for n in reversed(shape):  # of a run
+        sizes = min(n, max(1, _RUN // math.prod(sizes))), *sizes
+    ends = zip(shape, sizes, strict=True)
+    starts = [np.linspace(0, n - size, _RUNS, dtype=np.int64) for n, size in ends]
+    runs = [box_at(start, sizes) for start in np.transpose(starts)]
+    numbers = [np.ravel_multi_index(np.mgrid[run], shape).reshape(-1) for run in runs]
+    old = [base.read(name, run + whole(row)).reshape(-1, *row) for run in runs]
+    others = Rows(np.concatenate(numbers), rows.row_axes)
+    (new,) = leaf.rows_tensor(others).blocks()
+    differ = _differs(np.concatenate(old), new, 1)
+    if (lost := np.setdiff1d(others.numbers[differ], rows.numbers)).size:
+        raise InvalidArgumentError(
+            f"touched names {len(rows.numbers)} rows of {name!r}, and others have changed "
+            f"since {base.prefix}, such as row {lost[0]}. Name the rows of all steps since "
+            "then (a gradient has those of one), or leave touched out to compare all rows"
+        )
 
 
 # --- rows that changed, by comparison -------------------------------------------------

@@ -243,28 +243,30 @@ class Saver:
         Args:
           variables: like the other arguments that are not mentioned, as for :meth:`save`.
           path: the path of the delta, other than that of its base.
-          touched: ids of the rows that changed since then. A dict whose keys are names of
-            tables or patterns (``{"*/table": ids}``), or a tree like ``variables`` with
-            None for the others. Ids are integers (duplicates, and those out of range, are
-            ignored), a mask ``[V]`` of bools, or IndexedSlices. Ids number the first axis
-            of a table; slices and :func:`jslices.lookup_ids` as many as their
-            ``row_axes``, and a mask ``[L, V]`` the first two. Rows that an exact optimizer
-            has moved besides are added, if its state is among the variables. Variables that
-            are not mentioned are saved whole, and such whose rows and their numbers would
-            take no fewer bytes. None compares all variables with the base.
+          touched: ids of the rows that changed since then, in all steps. A dict whose keys
+            are names of tables or patterns (``{"*/table": ids}``), or a tree like
+            ``variables`` with None for the others. Ids are integers (duplicates, and those
+            out of range, are ignored), a mask ``[V]`` of bools, or IndexedSlices. Ids
+            number the first axis of a table; slices and :func:`jslices.lookup_ids` as many
+            as their ``row_axes``, and a mask ``[L, V]`` the first two. Rows that an exact
+            optimizer has moved besides are added, if its state is among the variables.
+            Variables that are not mentioned are saved whole, and such whose rows and their
+            numbers would take no fewer bytes. None compares all variables with the base.
 
         Returns:
           The path of the delta, for :meth:`restore`.
 
         Raises:
           ValueError: if there is no base, and as :meth:`save`; for slices of tables of
-            other sizes.
+            other sizes; for ``touched`` without a row that changed, if it is among 1,024
+            that are compared.
           NotFoundError: if the base is gone, or ``touched`` names an unknown variable.
           DataLossError: if the base is damaged or has been overwritten.
 
-        Cost: reads and writes the touched rows, and the variables that are saved whole; of
-        an exact optimizer also its log, and reads a number a row, here and in the base;
-        with ``touched=None`` reads everything, and the base. A delta is always one file.
+        Cost: reads and writes the touched rows, and the variables that are saved whole;
+        reads 1,024 other rows of each table, here and in the base, and of an exact
+        optimizer its log and a number a row; with ``touched=None`` reads everything, and
+        the base. A delta is always one file.
         """
         variables = trees.without_handles(variables)
         if processes_of(variables).count > 1:

@@ -143,7 +143,9 @@ def import_state(
 
 
 @takes_held()
-def export_state(params: Params, state: State, names: str) -> PyTree:
+def export_state(
+    params: Params, state: State, names: str, tx: GradientTransformation | None = None
+) -> PyTree:
     """The state of an optimizer as another library's slots: :func:`import_state` reversed.
 
     Args:
@@ -151,6 +153,8 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
       state: the state of the optimizer that steps them.
       names: the library whose names of slots to use: ``"torch"``, ``"tf1"``, ``"tf2"``
         (Keras 2 as well) or ``"keras"`` (Keras 3), as in the table of :func:`import_state`.
+      tx: the optimizer, if it is an exact one: rows that are behind catch up. The slots
+        are then those of ``tx.now(params, state)``, which are the parameters to export.
 
     Returns:
       A tree like ``params`` with a dict for each: from the name of a slot to its array, as
@@ -160,11 +164,11 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
     Raises:
       ValueError: for other names, for a state array that the library has no slot for (for
         squares of complex tables none has one), for the state of an exact optimizer in
-        which rows are behind, and for gradients that :func:`jslices.optim.multi_steps` has
-        gathered for its next step.
+        which rows are behind, without ``tx``, and for gradients that
+        :func:`jslices.optim.multi_steps` has gathered for its next step.
 
     Cost: nothing; no array is copied. With ``untouched="exact"`` one pass over a number for
-    each row.
+    each row; with ``tx`` that of ``tx.flush`` and a copy.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -184,10 +188,13 @@ def export_state(params: Params, state: State, names: str) -> PyTree:
                 "and no slot can hold them; export it when mini_step is 0"
             )
     if any(map(has_rows_behind, walk.states)):
-        raise ValueError(
-            "export_state: rows are behind, as the state is of an exact optimizer; "
-            "type params, state = tx.flush(params, state) before"
-        )
+        if tx is None:
+            raise ValueError(
+                "export_state: rows are behind, as the state is of an exact optimizer; "
+                "type export_state(params, state, names, tx), of tx.now(params, state), or "
+                "params, state = tx.flush(params, state) before"
+            )
+        walk = state_walk.walk_state(params, tx.flush(params, state)[1])
     library = LIBRARIES.index(names)
     result = []
     for label, arrays in zip(walk.labels, walk.arrays, strict=True):

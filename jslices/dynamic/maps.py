@@ -12,6 +12,8 @@ from jax.experimental import checkify
 from jslices import Exchange, InvalidArgumentError
 from jslices._arguments import Number, OneOf
 from jslices._place.boundary import on_any_mesh
+from jslices._typing import State
+from jslices.checkpoint.state_walk import optimizer_states
 from jslices.dynamic.buckets import COUNTERS, NO_ROW, WAYS, Part, buckets_of
 from jslices.dynamic.devices import exchange_of, on_each_part
 from jslices.dynamic.ids import NOBODY, WORD, WideIds, hashed, is_padding
@@ -140,11 +142,14 @@ class IdMap:
         new, rows, found, _ = self._run(Part.evict, ids, exchange)
         return new, jnp.where(found, rows, NO_ROW)
 
-    def export(self, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def export(self, since: int = 0, state: State = None) -> tuple[np.ndarray, np.ndarray]:
         """All ids with their rows, for a server or an index; on the host.
 
         Args:
           since: a step: only rows that were seen, or lost their owner, after it.
+          state: that of the optimizer of the table. Under ``untouched="exact"`` rows that
+            nobody has seen move, too: then all rows with an owner are given, and those that
+            lost theirs after ``since``. Leave it out only for a lazy optimizer.
 
         Returns:
           ``(ids, rows)``: int64 ``[n]`` and int32 ``[n]``, by rows: ``table[rows]`` are the
@@ -152,9 +157,8 @@ class IdMap:
           those rows with their ids, and drops rows whose id is -1, which have no owner
           any more. Who owned rows before: ``Admitted.evicted``.
 
-        Under ``untouched="exact"`` vectors are ``tx.now(params, state)["table"][rows]``,
-        and rows that nobody has seen move, too: send all of them, or after ``tx.flush``
-        those that ``js.Saver().save_delta`` finds.
+        Under ``untouched="exact"`` vectors are ``tx.now(params, state)["table"][rows]``;
+        fewer rows are those that ``js.Saver().save_delta`` finds after ``tx.flush``.
 
         Raises:
           FailedPreconditionError: for an array of which this process has only a part.
@@ -167,7 +171,10 @@ class IdMap:
                 "jax.experimental.multihost_utils.process_allgather(ids, tiled=True)"
             )
         last = np.asarray(self.last)
-        rows = np.flatnonzero(last > since if since <= 0 else np.abs(last) > since)
+        changed = last > since if since <= 0 else np.abs(last) > since
+        if any(getattr(x, "clock", None) is not None for x in optimizer_states(state)):
+            changed |= last > 0
+        rows = np.flatnonzero(changed)
         ids = WideIds(*(np.asarray(x)[rows] for x in (self.low, self.high)))
         return ids.to_int64(), rows.astype(np.int32)
 

@@ -6,14 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jslices._densify import warn_at_line
 from jslices._rows.rounding import key_bits
-from jslices._typing import Change, Key, PyTree, Record
+from jslices._slices import is_slices
+from jslices._typing import Change, Key, Record
 from jslices.errors import InvalidArgumentError
 from jslices.optim.engine import arguments, rule
 from jslices.optim.engine.constructors import optimizer
 from jslices.optim.engine.missed import MissedSteps
 from jslices.optim.engine.protocol import GradientTransformation, StateOfRows
 from jslices.optim.engine.transformation import transformation
+
+_CLIP = (
+    "Type total, _ = js.per_example_global_norm_clip(jax.vmap(js.grad(loss), "
+    "in_axes=(None, 0))(params, batch), l2_norm_clip), and tx.apply(total, state, params)"
+)
+_UNCLIPPED = (
+    "dp_sgd got a gradient by rows as it was taken: if no example was clipped, nothing is "
+    f"private. {_CLIP}"
+)
 
 
 class DpSgdState(NamedTuple):
@@ -61,6 +72,10 @@ def dp_sgd(
         key that is none; in a step, for parameters that are not float32 or float64.
       ValueError: in a :func:`jslices.train_step`, whose gradients are not clipped by
         example; in a :class:`jslices.HostTable`.
+
+    Warns of a gradient by rows that comes as :func:`jslices.grad` gave it. It cannot see
+    whether gradients in arrays were clipped, nor with the same ``C``; nor whether you flush
+    before a release: ``js.hold(params)`` gives tables that cannot be read before that.
 
     Cost: a step reads and writes ``U * D`` elements and draws them twice.
 
@@ -121,15 +136,16 @@ def dp_sgd(
     )
     tx = transformation(DpSgdState, rule.Rule({}, update, reads_params=True, missed=missed))
 
-    def check(*args: Any, exact: bool = False, **extra_args: PyTree) -> None:
+    def check(call: str, grads: Any, *args: Any, exact: Any = False, **more: Any) -> None:
         if exact:
             raise ValueError(
                 "train_step takes the gradient of a batch, in which no example is clipped, "
-                "and so nothing would be private. Type total, _ = "
-                "js.per_example_global_norm_clip(jax.vmap(js.grad(loss), in_axes=(None, 0))"
-                "(params, batch), l2_norm_clip), and tx.apply(total, state, params)"
+                f"and so nothing would be private. {_CLIP}"
             )
-        tx.check(*args, **extra_args)
+        slices = filter(is_slices, jax.tree.leaves(grads, is_leaf=is_slices))
+        if noise_multiplier and any(g.facts.as_taken for g in slices):
+            warn_at_line(_UNCLIPPED, category=UserWarning)
+        tx.check(call, grads, *args, **more)
 
     def of_rows(rows: StateOfRows) -> GradientTransformation:
         if rows.numbers is None:

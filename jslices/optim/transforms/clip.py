@@ -307,7 +307,8 @@ def shrunk(x: Leaf, norm: jax.Array, limit: jax.Array) -> Any:
     In this order it is rounded as Optax rounds it. A NaN or infinite norm gives NaN.
     """
     if isinstance(x, IndexedSlices):
-        return x.with_values(shrunk(x.values, norm, limit)).with_facts(x.facts)
+        facts = x.facts._replace(as_taken=False)
+        return x.with_values(shrunk(x.values, norm, limit)).with_facts(facts)
     wide = widened(x)
     real = jnp.finfo(wide.dtype).dtype
     limit = jnp.maximum(limit, 0)

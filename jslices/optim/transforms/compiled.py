@@ -1,5 +1,6 @@
 """Steps that compile themselves: called with arrays, and pure where a program is traced."""
 
+import contextvars
 import functools
 import inspect
 import weakref
@@ -19,6 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TOO_MANY = 3
 #: So many steps an optimizer keeps, and what their functions close over.
 _MOST = 16
+#: The arrays that a step was called with: those of its parameters, and the others.
+given: contextvars.ContextVar[Any] = contextvars.ContextVar("given", default=None)
 #: For the code of a function how many of its steps have followed one another, each called
 #: for the first time with what the last one returned, of which this is an array.
 _turns: dict[object, tuple[weakref.ref[Any], int]] = {}
@@ -60,11 +63,14 @@ class Step:
     def __call__(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None or is_traced():
             return self._pure(params, state, *args, **kwargs)
+        token = given.set((params, (args, kwargs)))
         try:
             results = self._compiled(unheld(params), state, *args, **kwargs)
         except TypeError as error:
             _explain(error, self._call, args, kwargs)
             raise
+        finally:
+            given.reset(token)
         if self._is_new:
             self._is_new = False
             self._look_for_others(state, results)

@@ -16,6 +16,7 @@ from jslices._grad.call import (
     check_callable,
     check_inputs,
 )
+from jslices._grad.exchange_report import hint_exchange
 from jslices._grad.ids import leaf_ids, rows_read
 from jslices._grad.plan import Planned, plan_call
 from jslices._jax import is_symbolic
@@ -27,7 +28,7 @@ from jslices._slices.held import held_as, held_where, unheld
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
-from jslices.optim.transforms.compiled import Step, kept
+from jslices.optim.transforms.compiled import Step, given, kept
 from jslices.optim.transforms.of_models import (
     compiled_for,
     eval_step_of_model,
@@ -152,6 +153,8 @@ def train_step(
         params, state, call, planned, behind = _of_rows_now(
             fun, tx, params, state, args, kwargs, has_aux, **how
         )
+        if arrays := given.get():
+            hint_exchange(planned, *arrays)
         value, aux, (grads,) = differentiated(call, planned)
         if any(map(jnp.iscomplexobj, call.primals)):
             grads = tree.map(lambda g: g.conj(), grads)
