@@ -54,8 +54,7 @@ class Clock(NamedTuple):
     """
 
     last: PyTree  #: like params, ``[V]`` (``row_like``): the marks of a :class:`RowClock`.
-    #: int32, one a parameter: its last step as a whole, or -1; None if there is none.
-    whole: jax.Array | None
+    whole: jax.Array  #: int32, one a parameter: its last step as a whole, or -1.
     #: ``[lines, L]``, of each rule, or None: see :class:`MissedSteps`.
     log: tuple[jax.Array | None, ...]
     key: jax.Array | None = None  #: uint32 ``[2]``: of the noise of all steps, secret.
@@ -76,7 +75,7 @@ def new_clock(params: Params, missed: Sequence[MissedSteps]) -> Clock:
     logs = tuple(steps.opened(columns, widest) for steps in missed)
     noise = missed[0].noise if missed else None
     key = None if noise is None else jnp.array(noise[1])
-    whole = jnp.full(len(leaves), -1, jnp.int32) if leaves else None
+    whole = jnp.full(max(1, len(leaves)), -1, jnp.int32)  # Orbax wants elements
     numbers = None if _SHORT.get() else jnp.array([hash_of(missed), 0], jnp.int32)
     return Clock(tree.unflatten(last), whole, logs, key, None, numbers)
 
@@ -210,8 +209,6 @@ def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> Sta
 def by_row(clock: Clock, count: jax.Array) -> Clock:
     """The same clock, for rows that go apart: each keeps the last step of the whole."""
     leaves, tree = flatten(clock.last)
-    if clock.whole is None:
-        return clock
     steps = [RowClock.of(x, clock.whole[i], count).marks for i, x in enumerate(leaves)]
     return clock._replace(last=tree.unflatten(steps), whole=jnp.full_like(clock.whole, -1))
 

@@ -534,7 +534,7 @@ class _RuleOnTrees:
         return state._replace(**new)
 
 
-def _set(whole: Any, numbers: Sequence[int], step: jax.Array) -> jax.Array | None:
+def _set(whole: jax.Array, numbers: Sequence[int], step: jax.Array) -> jax.Array:
     if not numbers:
         return whole
     return jnp.where(np.isin(np.arange(len(whole)), numbers), step, whole)
