@@ -65,8 +65,10 @@ class PerformanceHint(UserWarning):
     Issued at most once in a process for steps that :func:`jslices.keep_memory` would make
     faster, once for each table for which :func:`jslices.row_major`, other sizes or
     :func:`jslices.grad` would help, once for each row shape of eight tables or more that
-    :func:`jslices.tables.stack_tables` would put in one array, and once for exact steps
-    that write their rows twice.
+    :func:`jslices.tables.stack_tables` would put in one array, once for each table of more
+    than 16 MB that a step writes and its program got undonated, or that an exact step uses
+    as a whole, once for each split table whose rows an exchange would send, and for a
+    function whose step is made anew for each call.
     Silence it: ``warnings.simplefilter("ignore", jslices.PerformanceHint)``.
     """
 
