@@ -147,7 +147,7 @@ def test_the_first_program_has_the_losses_of_the_one_it_replaces(page, monkeypat
 def test_no_page_is_left_out():
     pages = [*ROOT.glob("docs/models/*.md"), *ROOT.glob("docs/coming_from/*.md")]
     found = {str(page.relative_to(ROOT)) for page in pages}
-    # Run by tests/test_keras.py, test_peers.py, test_coming_from.py and test_model_pages.py.
+    # Run by test_keras.py, test_peers.py, test_coming_from.py and test_model_pages.py.
     others = (
         "keras torchrec graph_embeddings linear_models recommender_programs word_vectors"
     )
