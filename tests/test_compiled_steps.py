@@ -69,6 +69,22 @@ def test_a_step_consumes_what_it_gets(tx):
     jslices.testing.assert_in_place(step, *large(tx))
 
 
+def test_arrays_that_are_gone_or_there_twice_are_told():
+    tx, params = js.sgd(0.1), start()
+    state = tx.init(params)
+    step = js.train_step(loss, tx)
+    step(params, state, IDS[0])
+    with pytest.raises(
+        ValueError, match=r"consumed by an earlier step.*what that returned"
+    ):
+        step(params, state, IDS[0])
+    table = jnp.ones((9, 2))
+    twice = {"table": table, "other": table, "w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"are one, and a step consumes each.*jnp\.copy"):
+        step(twice, tx.init(twice), IDS[0])
+    assert not table.is_deleted()
+
+
 def test_it_compiles_once_for_plain_tables_and_tables_in_boxes():
     tx = EXACT()
     step = js.train_step(loss, tx)

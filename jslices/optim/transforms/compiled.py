@@ -18,6 +18,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: So many steps that are made anew, one after another, are hinted at.
 _TOO_MANY = 3
+#: What XLA says of donated arrays, and what to type.
+_OF_DONATED = {
+    "been deleted": "an array of params or state was consumed by an earlier step. Go "
+    "on with what that returned, params, state, value = step(params, state, *batch), copy "
+    "what is read again, jax.tree.map(jnp.copy, params), or type donate=False",
+    "same buffer twice": "two arrays of params and state are one, and a step consumes "
+    "each: copy one of them, jnp.copy(x), or type donate=False",
+}
 #: So many steps an optimizer keeps, and what their functions close over.
 _MOST = 16
 #: The arrays that a step was called with: those of its parameters, and the others.
@@ -66,7 +74,7 @@ class Step:
         token = given.set((params, (args, kwargs)))
         try:
             results = self._compiled(unheld(params), state, *args, **kwargs)
-        except TypeError as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             _explain(error, self._call, args, kwargs)
             raise
         finally:
@@ -87,12 +95,12 @@ class Step:
     def _look_for_others(self, state: State, results: Any) -> None:
         """Hint at a function or an optimizer that is made anew for each call."""
         code = getattr(getattr(self._fun, "func", self._fun), "__code__", None)
-        given = jax.tree.leaves(state)[:1]
-        left = jax.tree.leaves(results[1])[:1] if self._call == "train_step" else given
-        if code is None or not (given and left):
+        came = jax.tree.leaves(state)[:1]
+        left = jax.tree.leaves(results[1])[:1] if self._call == "train_step" else came
+        if code is None or not (came and left):
             return
         last, count = _turns.get(code, (lambda: None, 0))
-        count = count + 1 if last() is given[0] else 1
+        count = count + 1 if last() is came[0] else 1
         _turns[code] = weakref.ref(left[0]), count
         if count == _TOO_MANY:
             hint_once(
@@ -144,8 +152,13 @@ def _with_signature_of(
     return named
 
 
-def _explain(error: TypeError, call: str, args: Sequence[Any], kwargs: Any) -> None:
-    """Raise what to type where an argument should have been static."""
+def _explain(error: Exception, call: str, args: Sequence[Any], kwargs: Any) -> None:
+    """Raise what to type for arrays that are gone, or an argument that should be static."""
+    for said, advice in _OF_DONATED.items():
+        if said in str(error):
+            raise ValueError(f"js.{call}: {advice}") from error
+    if not isinstance(error, TypeError):
+        return
     leaves = jax.tree.leaves((args, kwargs))
     odd = [x for x in leaves if not (hasattr(x, "dtype") or isinstance(x, float | complex))]
     is_shape = isinstance(error, jax.errors.ConcretizationTypeError)
