@@ -137,7 +137,7 @@ def test_injected_hyperparameters_are_not_compiled_anew_in_every_step():
 
 def test_what_is_known_of_slices_stays_in_a_program():
     facts = js.IndexedSlices([[1.0]], [0], (2, 1)).facts
-    assert facts == (False, None, 1, False, False, None)
+    assert facts == (False, None, 1, False, False, False, None)
     unique = GRADS["table"].coalesce()
     assert unique.facts.distinct and (-unique * 2).facts.distinct
     tx, table = js.sgd(0.1, momentum=0.5), PARAMS["table"]

@@ -268,9 +268,8 @@ def eval_step(
       >>> step, state = js.train_step(loss, tx), tx.init(table)
       >>> for ids in jnp.array([[3], [8], [8]]):
       ...     table, state, value = step(table, state, ids)
-      >>> ids = jnp.array([3])
-      >>> js.eval_step(loss, tx)(table, state, ids).round(2), loss(table, ids).round(2)
-      (Array(0.61, dtype=float32), Array(0.81, dtype=float32))
+      >>> js.eval_step(loss, tx)(table, state, jnp.array([3])).round(2)  # 0.81 as it is
+      Array(0.61, dtype=float32)
 
     Source: ours.
     """
