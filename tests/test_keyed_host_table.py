@@ -64,6 +64,7 @@ def steps_of(tx):
 CASES = [*itertools.product(POLICIES, OPTIMIZERS, (False, True))]
 
 
+@pytest.mark.filterwarnings("ignore:the rows that were fetched before:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, name, overlap", CASES)
 def test_is_the_table_and_the_map_of_a_step_in_memory(policy, name, overlap, tmp_path):
