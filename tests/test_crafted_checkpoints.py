@@ -358,6 +358,14 @@ def test_deltas_in_a_circle(base, saved, tmp_path):
     js.Saver().save(FULL, tmp_path / "m", 3)
 
 
+@pytest.mark.parametrize("held", [["x"], [[]], [1], "t"])
+def test_boxes_of_what_is_not_there(held, tmp_path):
+    path = js.Saver().save({"t": np.ones((2, 2), np.float32)}, tmp_path / "m")
+    edited(tmp_path / "m", lambda _, info, __: info.update(held=held))
+    with pytest.raises(DataLossError, match=r"m cannot be read: .*(in boxes|'held')"):
+        js.Saver().restore(path)
+
+
 @pytest.mark.parametrize("depth", [50, 400, 900, 20_000])
 def test_deep_structures(depth, tmp_path):
     name = "/".join(["0"] * depth)

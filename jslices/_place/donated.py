@@ -25,7 +25,7 @@ _ALIAS = "tf.aliasing_output"
 
 
 @contextlib.contextmanager
-def kept(keeps: bool) -> Iterator[None]:
+def unsaid(keeps: bool) -> Iterator[None]:
     """A context for steps whose arrays are to stay, if so: nothing is said of them."""
     token = _KEEPS.set(keeps or _KEEPS.get())
     try:

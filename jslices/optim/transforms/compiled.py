@@ -29,7 +29,7 @@ _OF_DONATED = {
 #: So many steps an optimizer keeps, and what their functions close over.
 _MOST = 16
 #: The arrays that a step was called with: those of its parameters, and the others.
-given: contextvars.ContextVar[Any] = contextvars.ContextVar("given", default=None)
+ARGUMENTS: contextvars.ContextVar[Any] = contextvars.ContextVar("arguments", default=None)
 #: For the code of a function how many of its steps have followed one another, each called
 #: for the first time with what the last one returned, of which this is an array.
 _turns: dict[object, tuple[weakref.ref[Any], int]] = {}
@@ -71,14 +71,14 @@ class Step:
     def __call__(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None or is_traced():
             return self._pure(params, state, *args, **kwargs)
-        token = given.set((params, (args, kwargs)))
+        token = ARGUMENTS.set((params, (args, kwargs)))
         try:
             results = self._compiled(unheld(params), state, *args, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
             _explain(error, self._call, args, kwargs)
             raise
         finally:
-            given.reset(token)
+            ARGUMENTS.reset(token)
         if self._is_new:
             self._is_new = False
             self._look_for_others(state, results)
@@ -111,7 +111,7 @@ class Step:
             )
 
 
-def kept(make: F) -> F:
+def made_once(make: F) -> F:
     """``make(fun, tx, ...)``, which ``tx`` keeps the results of for the same arguments."""
 
     @functools.wraps(make)

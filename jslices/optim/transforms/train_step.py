@@ -28,7 +28,7 @@ from jslices._slices.held import held_as, held_where, unheld
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
-from jslices.optim.transforms.compiled import Step, given, kept
+from jslices.optim.transforms.compiled import ARGUMENTS, Step, made_once
 from jslices.optim.transforms.of_models import (
     compiled_for,
     eval_step_of_model,
@@ -43,7 +43,7 @@ USED_WHOLE = (
 )
 
 
-@kept
+@made_once
 def train_step(
     fun: Callable[..., Any],
     tx: GradientTransformation,
@@ -153,7 +153,7 @@ def train_step(
         params, state, call, planned, behind = _of_rows_now(
             fun, tx, params, state, args, kwargs, has_aux, **how
         )
-        if arrays := given.get():
+        if arrays := ARGUMENTS.get():
             hint_exchange(planned, *arrays)
         value, aux, (grads,) = differentiated(call, planned)
         if any(map(jnp.iscomplexobj, call.primals)):
@@ -161,12 +161,12 @@ def train_step(
         params, state = tx.apply(grads, state, params, value=value, exact=True)
         return (params, state, value, *[aux] * has_aux), behind
 
-    @donated.kept(not donate)
+    @donated.unsaid(not donate)
     def pure(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         (new, *others), _ = stepped(unheld(params), state, args, kwargs)
         return held_as(params, new), *others
 
-    @donated.kept(not donate)
+    @donated.unsaid(not donate)
     def boxed(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         (new, *others), behind = stepped(params, state, args, kwargs)
         return held_where(new, behind), *others
@@ -224,7 +224,7 @@ def _of_rows_now(
     return params, state, call.at(params, state), planned, behind
 
 
-@kept
+@made_once
 def eval_step(
     fun: Callable[..., Any],
     tx: GradientTransformation,
