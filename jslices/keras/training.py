@@ -147,7 +147,7 @@ def train_step(
 
     catching_up = catch_up if optimizer.catches_up else None
     tx = GradientTransformation(unused, unused, catching_up, apply=apply)
-    step = whole_step(loss, tx, has_aux=True, sparse=sparse)
+    step = whole_step(loss, tx, has_aux=True, sparse=sparse, jit=False)
     params, optimizer_variables, _, aux = step(
         optimizer.by_path(trainable), optimizer_variables
     )
