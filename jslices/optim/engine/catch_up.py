@@ -235,16 +235,17 @@ def catch_up_rows(
     late = RowClock.of(last, whole, count).is_late
     freed = jnp.where(RowClock(last, count).is_held & ~late, count, last)
     every_row = functools.partial(_every_row, kernel)
+    return _if_any(late, every_row, p, {**state, "last": freed})  # type: ignore[return-value]
 
-    def if_late(p: jax.Array, state: Record) -> Change:
-        return lax.cond(jnp.any(late), every_row, lambda *x: x, p, state)  # type: ignore[no-any-return]
 
-    old = p, {**state, "last": freed}
-    if p.size > CHUNK_ELEMENTS:
-        return if_late(*old)
-    # But for a CPU it takes longer to wait for what has been computed than to compute.
-    result: Change = lax.platform_dependent(*old, cpu=if_late, default=every_row)
-    return result
+def _if_any(late: jax.Array, catch_up: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+    """``catch_up(*operands)`` if any row is late, else ``operands``."""
+    any_late, sizes = jnp.any(late), [x.size for x in jax.tree.leaves(operands)]
+    if max(sizes, default=0) <= CHUNK_ELEMENTS:
+        # But on a CPU it takes longer to wait for what has been computed than to compute.
+        always = {"cpu": lambda x: x, "default": jnp.ones_like}
+        any_late = lax.platform_dependent(any_late, **always)
+    return lax.cond(any_late, catch_up, lambda *x: x, *operands)
 
 
 def as_missed(kernel: Callable[..., Change], caught_up: bool) -> MissedRows:
@@ -367,7 +368,7 @@ def catch_up_small(
     arrays: Sequence[Change],
     whole: Sequence[ArrayLike],
     own: jax.Array | None = None,
-) -> list[Change]:
+) -> tuple[Change, ...]:
     """Small arrays and their state, after the missed steps of all rows, if there are any.
 
     ``whole`` are their last steps as a whole; those of rows stay. There are no missed steps
@@ -380,7 +381,7 @@ def catch_up_small(
     rows = RowClock(jnp.concatenate([x.reshape(-1) for x in marks]), count)
     every = rows.marks.shape
 
-    def every_row(arrays: Sequence[Change]) -> list[Change]:
+    def every_row(*arrays: Change) -> tuple[Change, ...]:
         columns = () if own is None else tuple(own.reshape(-1, own.shape[-1]).T)
         waited, at = waited_of(steps, log, rows, columns), 0
         new: list[Change] = []
@@ -392,13 +393,9 @@ def catch_up_small(
             now = {**state, **now, "last": state["last"]}
             new.append(((p + move).astype(p.dtype), now))
             at += mine.size
-        return new
+        return tuple(new)
 
-    late = jnp.any(rows.is_late)
-    if_late = lambda arrays: lax.cond(late, every_row, lambda arrays: arrays, arrays)  # noqa: E731
-    # But for a CPU it takes longer to wait for what has been computed than to compute.
-    result: list[Change] = lax.platform_dependent(arrays, cpu=if_late, default=every_row)
-    return result
+    return _if_any(rows.is_late, every_row, *arrays)  # type: ignore[return-value]
 
 
 def _advance_rows(kernel: Kernel, p: jax.Array, state: Record) -> Change:
