@@ -118,7 +118,18 @@ def test_a_delta_holds_no_more_rows_than_have_moved(tmp_path):
     path = saver.save_delta(tree, tmp_path / "m", 2, touched={"*/table": LAST})
     arrays = load_file(path)
     held = {name: len(x) for name, x in arrays.items() if name.endswith("@rows")}
+    assert held.pop("state/clock/log/0@rows") <= tree["state"].clock.log[0].shape[0]
     assert len(held) == 3 and set(held.values()) == {2}
+
+
+@pytest.mark.parametrize("touched", [None, {"*/table": LAST}])
+def test_a_delta_holds_the_columns_of_a_log_that_have_changed(touched, tmp_path):
+    _, base, tree, _ = trained("adam")
+    saver = js.Saver()
+    saver.save(base, tmp_path / "m", 1)
+    path = saver.save_delta(tree, tmp_path / "m", 2, touched=touched)
+    (log,) = tree["state"].clock.log
+    assert pathlib.Path(path).stat().st_size < log.nbytes / 20
 
 
 def test_a_delta_holds_all_rows_of_a_table_that_moved_as_a_whole(tmp_path):
@@ -136,8 +147,9 @@ def test_a_delta_holds_all_rows_of_a_table_that_moved_as_a_whole(tmp_path):
     assert_same(js.Saver().restore(path, tree), tree)
     held = {name for name in load_file(path) if name.endswith("@rows")}
     assert held == {
-        f"{x}/other@rows" for x in ("params", "state/mu", "state/nu", "state/clock/last")
-    }
+        f"{x}@rows"
+        for x in ("params/other", *(f"state/{y}/other" for y in ("mu", "nu", "clock/last")))
+    } | {"state/clock/log/0@rows"}
 
 
 @pytest.mark.parametrize("name", ["adam", "frozen"])

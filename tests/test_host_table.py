@@ -1017,10 +1017,22 @@ EXACT_ADAM = js.adam(0.01, untouched="exact")
     ids=["rows of two axes", "partition", "params_ema"],
 )
 def test_rows_of_all_kinds_wait_longer_than_a_device_s_log(row, tx, tmp_path):
-    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(400)]
+    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(600)]
     with js.HostTable((V, *row), tx, tmp_path / "table", init=1.0, size=2) as table:
         found = trained_from_host(table, tx, squares, batches)
     wanted = trained_at_once(optax.adam(0.01), squares, batches, (V, *row))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_in_memory_the_log_grows_with_the_steps(monkeypatch):
+    with js.HostTable((V, D), js.adamw(0.1, untouched="exact")) as table:
+        assert table._records.logs[0].nbytes < 1 << 18
+    monkeypatch.setattr(storage, "FIRST_STEPS", 4)
+    batches = [[k % 3, 3] if k < 6 else [4 + k % 5, 9] for k in range(600)]
+    with js.HostTable((V, D), EXACT_ADAM, init=1.0, size=2) as table:
+        found = trained_from_host(table, EXACT_ADAM, squares, batches)
+        assert 4 < len(table._records.logs[0]) < 512
+    wanted = trained_at_once(optax.adam(0.01), squares, batches)
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
 
 

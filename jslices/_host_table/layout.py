@@ -31,6 +31,10 @@ class Field(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+#: Steps that the log of a host knows at most. In a file those to come are a hole.
+LOG_STEPS = 1 << 22
+
+
 class Log(NamedTuple):
     """A log of steps among the shared values, of rows that catch up."""
 
@@ -55,7 +59,7 @@ class Log(NamedTuple):
     ) -> np.ndarray:
         """The same log from this step on, with columns of that of all steps."""
         count, (known, columns) = int(shared[self.steps]), self.columns(shared)
-        length = 1 << min(count - first, len(log) - 1).bit_length()
+        length = 1 << min(count - first, LOG_STEPS - 1).bit_length()
         steps = np.arange(max(0, count + 1 - length), count + 1)
         longer = np.zeros((columns.shape[1], length), columns.dtype)
         longer[:, steps % length] = log[steps % len(log)].T

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jslices import InvalidArgumentError
-from jslices._host_table.layout import Layout, logs_among
+from jslices._host_table.layout import LOG_STEPS, Layout, logs_among
 from jslices.checkpoint import files
 from jslices.checkpoint.boxes import row_blocks
 from jslices.errors import DataLossError, FailedPreconditionError
@@ -47,8 +47,8 @@ _MAGIC = b"jslices host table 2\n"
 #: The end of the state: ``id`` and ``in_progress``.
 _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
-#: Steps that a log knows. Those to come are a hole in the file, or memory that is not used.
-LOG_STEPS = 1 << 22
+#: Steps that a log in memory has room for at first.
+FIRST_STEPS = 1 << 12
 #: Said of a file of an earlier format.
 _OLD = (
     "was made by an earlier version of jslices. There, of rows = np.arange(V) or parts of "
@@ -137,7 +137,7 @@ class Records:
         self.array = np.zeros((num_rows, layout.words), layout.word)
         self.entries = np.zeros((num_rows, layout.width), np.uint32)  #: in a map of ids.
         #: For each log among the shared values its columns ``[steps, lines]`` of all steps.
-        self.logs = [np.zeros(*x) for x in _logs(layout)]
+        self.logs = [np.zeros(*x) for x in _logs(layout, FIRST_STEPS)]
         self.in_logs = layout.logs
         self.shared = [x.copy() for x in shared]  #: the values that all rows share.
         self.done = np.zeros((), np.int64)  #: the number of the last write.
@@ -173,11 +173,21 @@ class Records:
 
     def keep_columns(self, most: int | None = None) -> None:
         """Write columns that are among the shared values to the logs of all steps."""
-        for log, mine in zip(self.logs, self.in_logs, strict=True):
-            self.put_columns(log, *mine.columns(self.shared[1:], most))
+        for number, mine in enumerate(self.in_logs):
+            self.put_columns(number, *mine.columns(self.shared[1:], most))
 
-    def put_columns(self, log: np.ndarray, first: int, columns: np.ndarray) -> None:
+    def log(self, number: int, steps: int) -> np.ndarray:
+        """A log of all steps, with room for so many or, where it forgets, ``LOG_STEPS``."""
+        log, room = self.logs[number], min(steps, LOG_STEPS)
+        if len(log) < room:
+            longer = np.zeros((1 << (room - 1).bit_length(), log.shape[1]), log.dtype)
+            longer[: len(log)] = log
+            self.logs[number] = log = longer
+        return log
+
+    def put_columns(self, number: int, first: int, columns: np.ndarray) -> None:
         """Write columns of a log that follow one another; the oldest make room."""
+        log = self.log(number, first + len(columns))
         start = first % len(log)
         here = min(len(columns), len(log) - start)
         for at, some in ((start, columns[:here]), (0, columns[here:])):
@@ -190,7 +200,7 @@ class Records:
         for log, mine in zip(self.logs, self.in_logs, strict=True):
             last, count = layout.column(words, mine.last), int(self.shared[1 + mine.steps])
             columns = log[last % len(log)]
-            columns[(last >= 0) & (count - last >= len(log))] = np.nan
+            columns[(last >= 0) & (count - last >= LOG_STEPS)] = np.nan
             found.append(columns)
         return tuple(found)
 
@@ -235,8 +245,9 @@ def copy_records(source: Records, target: Records, rows: np.ndarray | None = Non
             for run in _runs(np.flatnonzero(began), gap):
                 target.put(new, part.start + run.start, words[run])
     target.set_shared(source.shared)
-    for mine, old, new in zip(source.in_logs, source.logs, target.logs, strict=True):
+    for number, (mine, old) in enumerate(zip(source.in_logs, source.logs, strict=True)):
         known = min(int(source.shared[1 + mine.steps]) + 1, len(old))
+        new = target.log(number, known)
         for block in row_blocks((known, *old.shape[1:]), old.itemsize):
             target.put(new, block.start, old[block])
     target.keep_columns()
@@ -321,7 +332,7 @@ class FileForm:
         self.head = _description(layout, num_rows, size)
         self.at = offsets_in(self.head)
         self.words, self.word, self.tx = layout.words, layout.word, layout.tx
-        self.in_logs, self.logs = layout.logs, _logs(layout)
+        self.in_logs, self.logs = layout.logs, _logs(layout, LOG_STEPS)
         call = re.sub(" at 0x[0-9a-f]+", "", self.tx.call or "").encode()
         self.optimizer = hashlib.blake2b(call, digest_size=8).digest() if call else bytes(8)
 
@@ -617,10 +628,10 @@ def _parts(description: bytes) -> list[str]:
     return [text]
 
 
-def _logs(layout: Layout) -> list[tuple[Any, Any]]:
-    """Shapes and dtypes of the logs of all steps."""
+def _logs(layout: Layout, steps: int) -> list[tuple[Any, Any]]:
+    """Shapes and dtypes of the logs of all steps, with room for so many."""
     fields = [layout.shared[log.number] for log in layout.logs]
-    return [((LOG_STEPS, x.shape[0]), x.dtype) for x in fields]
+    return [((steps, x.shape[0]), x.dtype) for x in fields]
 
 
 def _arrays(

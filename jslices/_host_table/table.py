@@ -483,8 +483,8 @@ class HostTable(Journaled):
                     "all of its rows: write these to a new HostTable"
                 )
         self._fetched = None
-        for array, columns in zip(self._records.logs, known, strict=True):
-            self._records.put_columns(array, *columns)
+        for number, columns in enumerate(known):
+            self._records.put_columns(number, *columns)
         self._write(distinct, np.asarray(packed.words)[order], [steps, *shared])
 
     @one_at_a_time

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -69,6 +70,8 @@ def delta_part(
         changed = {n: _changed_rows(n, leaf, base) for n, leaf in leaves.items()}
     else:
         changed = _with_moved_rows(_touched_rows(leaves, touched), leaves, base)
+        logs = {n: leaf for n, leaf in leaves.items() if _is_log(n)}
+        changed |= {n: _changed_rows(n, leaf, base) for n, leaf in logs.items()}
     part: Part = {}
     row_names: dict[str, str] = {}
     for name, leaf in leaves.items():
@@ -213,11 +216,11 @@ def _look_at_others(name: str, leaf: Leaf, rows: Rows, base: Archive) -> None:
 
 
 def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
-    """The rows of the fewest bytes that hold all that changed."""
+    """The rows of the fewest bytes that hold all that changed; of a log its numbers."""
     shape = leaf.spec.shape
     if not leaf.spec.is_like(base.specs.get(name)) or not shape or not shape[0]:
         return None
-    finest = max(1, len(shape) - 1)
+    finest = max(1, len(shape) - (not _is_log(name)))
     changed = np.zeros(shape[:finest], bool)
     for piece in leaf.pieces:
         first, *others = piece.box
@@ -236,6 +239,11 @@ def _changed_rows(name: str, leaf: Leaf, base: Archive) -> Rows | None:
     ]
     best = int(np.argmin(num_bytes))
     return Rows(numbers[best], best + 1)
+
+
+def _is_log(name: str) -> bool:
+    """Whether it is a log of steps, of which each step changes a few columns."""
+    return re.search(r"(?:^|/)clock/log/\d+$", name) is not None
 
 
 def _differs(old: np.ndarray, new: np.ndarray, axes: int) -> np.ndarray:
