@@ -294,6 +294,26 @@ def test_kernels_of_adam_on_a_gpu():
     assert exact.accessed_bytes <= 1.55 * lazy.accessed_bytes
 
 
+@pytest.mark.slow
+def test_dense_arrays_beside_a_table_on_a_gpu():
+    """Six of them take at most eight kernels more, not a few each."""
+
+    def kernels(arrays):
+        params = {str(i): S((64, 32), jnp.float32) for i in range(arrays)}
+        params = js.row_major({"table": S((V, 64), jnp.float32), **params})
+        tx = js.adam(0.1, untouched="exact")
+        state = js.row_major(jax.eval_shape(tx.init, params))
+
+        def loss(params, ids):
+            rest = sum((params[str(i)] ** 2).sum() for i in range(arrays))
+            return jnp.tanh(params["table"][ids]).sum() + rest
+
+        args = params, state, S((K,), jnp.int32)
+        return count(cost_on("h100", js.train_step(loss, tx), *args, donate_argnums=(0, 1)))
+
+    assert kernels(6) <= kernels(0) + 8
+
+
 #: What a loss ``(value, aux)`` returns or reads besides, of a table, ids and other ids.
 AROUND = {
     "the loss alone": lambda t, i, o: ((jnp.tanh(t[i]) ** 2).mean(), None),

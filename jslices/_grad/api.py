@@ -230,14 +230,15 @@ def _in_order(returned: Any, grads: Any, all_by_values: bool) -> tuple[Any, Any]
         return all_by_values or at_now
 
     # All values would be copied; the first of each table's is as late as the others.
-    first = lambda x: x[(0,) * x.ndim] if x.size else jnp.zeros(())  # noqa: E731
-    late = [first(g.values) if by_values(g) else g.indices for g in rows.values()]
+    first = lambda x: x[(0,) * x.ndim].real if x.size else 0.0  # noqa: E731
+    never = lambda x: jnp.asarray(first(x) > jnp.inf)  # noqa: E731
+    late = [never(g.values) if by_values(g) else g.indices for g in rows.values()]
     every = access.at_once([*arrays.values(), *late])
     for i, x in zip(arrays, every, strict=False):
         outputs[i] = x
     for (i, g), x in zip(rows.items(), every[len(arrays) :], strict=True):
         if by_values(g):
-            values = jnp.where(x.real > jnp.inf, jnp.zeros((), g.dtype), g.values)
+            values = jnp.where(x, jnp.zeros((), g.dtype), g.values)
             leaves[i] = g.later(values, g.indices)
         else:
             leaves[i] = g.later(g.values, x)

@@ -226,7 +226,7 @@ class _RuleOnTrees:
         rows = [x for x in leaves if is_slices(x) and not protocol.has_no_rows(x)]
         if is_staged():
             hint_many_tables((x.values.shape[1:], str(x.dtype)) for x in rows)
-        stepped, new, as_whole = [], [], []
+        stepped, new, as_whole, by_log = [], [], [], []
         kernel_of, count = self._kernels(state), state.count
         params_of = _parameters(tree, params, reads_params)
         arrays = self._arrays(state, params, tree, params_of)
@@ -249,10 +249,12 @@ class _RuleOnTrees:
             if each.of_clock is not None and changed is not None and not by_row:
                 as_whole.append(each.clock.number)
                 changed["last"] = each.state["last"]
+            elif does_missed:
+                by_log.append((first, changed))
             stepped.append(first)
             new.append(changed)
         if self.rule.missed is not None:
-            clock = self._ticked(state, as_whole, [stepped, new])
+            clock = self._ticked(state, as_whole, by_log or new)
             state = state._replace(clock=clock)
         state = self._with_arrays(state, tree, new)._replace(count=next_count(count))
         return tree.unflatten(stepped), state
