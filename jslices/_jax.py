@@ -179,14 +179,8 @@ def define_keys(name: str, tag: Callable[[], str], words: int) -> tuple[Any, Any
     def refuse(*_: object) -> NoReturn:
         raise TypeError(f"these are {tag()}")
 
-    options: dict[str, Any] = {
-        "seed": refuse,
-        "split": refuse,
-        "random_bits": refuse,
-        "fold_in": refuse,
-    }
-    options |= {"name": name, "tag": tag}
-    spec: Any = define_prng_impl(key_shape=(words,), **options)
+    refused: Any = dict.fromkeys(("seed", "split", "random_bits", "fold_in"), refuse)
+    spec: Any = define_prng_impl(key_shape=(words,), name=name, tag=tag, **refused)  # type: ignore
     # One of that name is there if the package has been imported before.
     spec._impl = prng.prngs.setdefault(name, _Kind(*spec._impl))
     return spec, prng.KeyTy(spec._impl)
@@ -450,7 +444,10 @@ def is_call_of_ours(eqn: Equation) -> bool:
 
 def _file_called(eqn: Equation) -> str:
     """The file of the function that an equation calls, as far as is known."""
-    return getattr(_debug_info(eqn), "func_filename", None) or ""
+    params = parameters(eqn)
+    program = params["traced"].jaxpr if "traced" in params else body(eqn)
+    info = getattr(program, "debug_info", None)
+    return getattr(info, "func_filename", None) or ""
 
 
 # What ``call_hi_primitive`` calls (jax 0.12 with ``jax_remat3``, ``jax_custom_jvp3`` and
@@ -506,12 +503,6 @@ def functions_behind(eqn: Equation) -> frozenset[Any]:
         elif isinstance(x, tuple | list):
             left += x
     return frozenset(functions)
-
-
-def _debug_info(eqn: Equation) -> Any:
-    params = parameters(eqn)
-    program = params["traced"].jaxpr if "traced" in params else body(eqn)
-    return getattr(program, "debug_info", None)
 
 
 def body(eqn: Equation) -> Program:
@@ -592,13 +583,9 @@ def broadcast_prefix(
 # ``jnp.sum(slices)`` and ``array + slices`` both ask the slices for an array through
 # ``__jax_array__``. The first must get one; the second must not, or Python never reaches
 # ``IndexedSlices.__radd__``, which adds the rows in place. JAX calls it straight from the
-# operator's own function (``_operator_add``, before that ``deferring_binary_op``). Should
-# that change, the sum is still right, but dense, and a test fails.
-_OPERATORS = (
-    *("_operator_add", "_operator_sub", "_operator_mul"),
-    *("_operator_radd", "_operator_rsub", "_operator_rmul"),
-    "deferring_binary_op",
-)
+# operator's own function, ``_operator_add``. Should that change, the sum is right, but
+# dense, and a test fails.
+_OPERATORS = {f"_operator_{name}" for name in ("add", "sub", "mul", "radd", "rsub", "rmul")}
 
 
 def called_by_jax_operator() -> bool:
@@ -608,8 +595,7 @@ def called_by_jax_operator() -> bool:
 
 def called_by_any_jax_operator() -> bool:
     """The same for all operators, ``array @ x`` and ``array < x`` included."""
-    name = sys._getframe(2).f_code.co_name
-    return name.startswith("_operator_") or name == "deferring_binary_op"
+    return sys._getframe(2).f_code.co_name.startswith("_operator_")
 
 
 #: What to type for functions that map over two trees.

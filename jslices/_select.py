@@ -59,10 +59,8 @@ def sparse_mask(
     if a.indices.ndim > 1:
         size = a.indices.shape[-1] if size is None else size
         return jax.vmap(lambda s: sparse_mask(s, masked, size))(a)
-    values, indices = _not_masked(
-        a.values, a.indices, masked, num_rows=a.num_rows, size=size
-    )
-    return slices_of(values, indices, a.dense_shape)
+    parts = _not_masked(a.values, a.indices, masked, num_rows=a.num_rows, size=size)
+    return slices_of(*parts, a.dense_shape)
 
 
 @on_any_mesh(everywhere)

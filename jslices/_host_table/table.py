@@ -166,9 +166,8 @@ class HostTable(Journaled):
             self._layout = dataclasses.replace(
                 self._layout, keyed=self._ids.made_by, width=self._ids.width
             )
-        _, shared = on_device.initial_records(
-            self._layout, jnp.zeros((1, *self._row), self.dtype)
-        )
+        start = jnp.zeros((1, *self._row), self.dtype)
+        _, shared = on_device.initial_records(self._layout, start)
         #: The values that all rows share at the beginning, the number of steps first.
         self._shared = [np.zeros((), np.int64), *map(np.asarray, shared)]
         self._path = None if path is None else arguments.real(path)

@@ -312,10 +312,8 @@ def _check_form(sp_ids: BagsOfIds, caller: str) -> None:
 def _is_ragged(x: object) -> bool:
     if not isinstance(x, list):
         return False
-    bags: list[Any] = [
-        y for y in x if isinstance(y, list | tuple) or getattr(y, "ndim", 0) > 0
-    ]
-    return len({len(bag) for bag in bags}) > 1
+    is_bag = lambda y: isinstance(y, list | tuple) or getattr(y, "ndim", 0) > 0  # noqa: E731
+    return len(set(map(len, filter(is_bag, x)))) > 1
 
 
 def _refuse_features(sp_ids: BagsOfIds, num_rows: int, caller: str) -> None:
@@ -429,11 +427,8 @@ def _weights(
 ) -> jax.Array | None:
     if original is None:
         return None
-    if (
-        is_of_kind(original, "BCOO")
-        and is_of_kind(sp_ids, "BCOO")
-        and _differ(original, sp_ids)
-    ):
+    is_bcoo = is_of_kind(original, "BCOO")
+    if is_bcoo and is_of_kind(sp_ids, "BCOO") and _differ(original, sp_ids):
         raise ValueError(
             f"{caller} got ids and weights in BCOO matrices of different indices, and "
             "matches them by position; make both of the same indices"
@@ -443,7 +438,7 @@ def _weights(
             f"{caller}(sp_weights={original!r}): wanted a number for each id; for the "
             f"combiner type combiner={original!r}"
         )
-    weights = jnp.asarray(original.data if is_of_kind(original, "BCOO") else original)
+    weights = jnp.asarray(original.data if is_bcoo else original)
     if weights.shape != tuple(shape):
         raise ValueError(
             f"{caller} wants one weight for each id, {list(shape)}, got "

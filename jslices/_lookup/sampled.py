@@ -425,9 +425,8 @@ def _draw(
     fraction = jax.random.uniform(where, (count,)) * width
     offset = jnp.expm1(fraction * math.log(2.0)) * jnp.exp2(jnp.minimum(octave, 23))
     shift = jnp.maximum(octave - 23, 0)
-    bits = jax.random.bits(low, (count,), jnp.uint32) & ((1 << shift) - 1).astype(
-        jnp.uint32
-    )
+    mask = ((1 << shift) - 1).astype(jnp.uint32)
+    bits = jax.random.bits(low, (count,), jnp.uint32) & mask
     numbers = (offset.astype(jnp.int32) << shift) + bits.astype(jnp.int32)
     return jnp.minimum((1 << octave) - 1 + numbers, range_max - 1)
 

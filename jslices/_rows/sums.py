@@ -258,17 +258,14 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
     square = (1, width, width)
     later = lax.broadcasted_iota(int, square, 1) <= lax.broadcasted_iota(int, square, 2)
     in_run = (ids[:, :, None] == ids[:, None, :]) & later
-    in_run = in_run.reshape(*in_run.shape, *(1,) * len(shape))
     none = jnp.zeros((), rows.dtype)
-    sums = jnp.sum(jnp.where(in_run, rows[:, None], none), 2, dtype=rows.dtype)
+    sums = jnp.sum(access.where_rows(in_run, rows[:, None], none), 2, dtype=rows.dtype)
     if blocks > 1:
         # The rest, in later blocks, of the run that does not end in this one.
         first = ids[:, 0]
         follow = sums_of_runs(first, sums[:, 0])[1:]
-        goes_on = (ids[:-1] == first[1:, None]).reshape(
-            blocks - 1, width, *(1,) * len(shape)
-        )
-        follow = jnp.where(goes_on, follow[:, None], none)
+        goes_on = ids[:-1] == first[1:, None]
+        follow = access.where_rows(goes_on, follow[:, None], none)
         sums = sums + jnp.pad(follow, ((0, 1), *((0, 0),) * (sums.ndim - 1)))
     return sums.reshape(blocks * width, *shape)[:count]
 
@@ -346,11 +343,8 @@ def number_rows(
     is_first = starts_of_runs(ordered)
     numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     # Equal indices share a number, so writes that collide store the same row.
-    unique = (
-        jnp.full((capacity,), empty, indices.dtype)
-        .at[numbers]
-        .set(ordered, indices_are_sorted=True, **access.DROP)
-    )
+    unique = jnp.full((capacity,), empty, indices.dtype)
+    unique = unique.at[numbers].set(ordered, indices_are_sorted=True, **access.DROP)
     # Back to the order of `indices`: moving K integers is cheaper than moving K rows.
     # The empty index got a number as well, which is sent out of range.
     numbers = jnp.where(ordered == empty, capacity, numbers)
@@ -388,12 +382,9 @@ def number_by_first(
         return jnp.where(is_first, indices, num_rows), first, distinct
     counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     numbers = access.take_rows(counted, first, fill_value=capacity)
-    unique = (
-        jnp.full((capacity,), num_rows, indices.dtype)
-        .at[jnp.where(is_first, counted, capacity)]
-        .set(indices, **access.DROP)
-    )
-    return unique, numbers, distinct
+    place = jnp.where(is_first, counted, capacity)
+    unique = jnp.full((capacity,), num_rows, indices.dtype)
+    return unique.at[place].set(indices, **access.DROP), numbers, distinct
 
 
 def first_entries(indices: jax.Array, num_rows: int) -> jax.Array:

@@ -64,13 +64,11 @@ def sent_to_owners(
     with boundary.with_auto_axes(mesh):
         specs = placement.by_rows, PartitionSpec()
         run = on_each_device(placement, own, specs, placement.by_rows)
-        entries = run(
-            placement.numbers(), canonical_indices(boundary.drop_sharding(ids), num_rows)
-        )
+        ids = canonical_indices(boundary.drop_sharding(ids), num_rows)
+        entries = run(placement.numbers(), ids)
     if mesh is not None:
-        entries = boundary.restore_sharding(
-            entries, boundary.explicit_part(mesh, placement.by_rows)
-        )
+        split = boundary.explicit_part(mesh, placement.by_rows)
+        entries = boundary.restore_sharding(entries, split)
     none, indices = entries
     return none, indices
 

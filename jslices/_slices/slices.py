@@ -371,9 +371,8 @@ class IndexedSlices(Refusals):
           Array(0.4, dtype=float32)
         """
         axes, batch = self._axes(axis), self.indices.ndim - 1
-        if self.dense_shape is None and any(
-            batch <= a < batch + self.row_axes for a in axes
-        ):
+        over_rows = any(batch <= a < batch + self.row_axes for a in axes)
+        if self.dense_shape is None and over_rows:
             raise ValueError(
                 "the mean of slices with dense_shape=None is not known, as the number of "
                 "rows is not; give it: IndexedSlices(s.values, s.indices, table.shape)"
@@ -556,19 +555,15 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     # Widening keeps negative numbers negative, hence empty entries empty.
     indices = [s.indices.astype(widest) for s in given]
     values = [s.values.astype(dtype) for s in given]
-    packed = max(s.facts.packed for s in given)
     facts = Facts(
-        packed=packed,
+        packed=max(s.facts.packed for s in given),
         at_now=all(s.facts.at_now for s in given),
         unconjugated=any(s.facts.unconjugated for s in given),
         as_taken=any(s.facts.as_taken for s in given),
     )
     placement = given[0].facts.placement
-    if (
-        placement is not None
-        and all(s.facts.placement == placement and s.is_placed for s in given)
-        and given[0].indices.ndim == 1
-    ):
+    alike = all(s.facts.placement == placement and s.is_placed for s in given)
+    if placement is not None and alike and given[0].indices.ndim == 1:
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
         return slices_of(*entries, shape, facts._replace(placement=placement))
     axis = given[0].indices.ndim - 1

@@ -146,9 +146,8 @@ class RowMethods:
         """
         call = "apply_indexed_slices_grad"
         _gradients.check_is_slices(call, grad, "ConditionalAccumulator")
-        values, indices = (
-            _gradients.on_host("grad", x) for x in (grad.values, grad.indices)
-        )
+        parts = grad.values, grad.indices
+        values, indices = (_gradients.on_host("grad", x) for x in parts)
         shape = grad.dense_shape
         if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):
             empty = np.iinfo(indices.dtype).max if shape is None else shape[0]

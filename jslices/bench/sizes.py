@@ -33,9 +33,8 @@ def optimizer_names() -> list[str]:
         return "learning_rate" in parameters and needed <= {"learning_rate"}
 
     functions = filter(inspect.isfunction, vars(js.optim).values())
-    return sorted(
-        f.__name__ for f in functions if suffices(inspect.signature(f).parameters)
-    )
+    each = ((f.__name__, inspect.signature(f).parameters) for f in functions)
+    return sorted(name for name, parameters in each if suffices(parameters))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +138,7 @@ class Sizes:
         """``count`` batches of ids, int32 ``[ids]``; always the same."""
         rng = np.random.default_rng(0)
         if self.distribution == "uniform":
-            return [
-                rng.integers(0, self.rows, self.ids, dtype=np.int32) for _ in range(count)
-            ]
+            return [*rng.integers(0, self.rows, (count, self.ids), dtype=np.int32)]
         edges = np.cumsum(_zipf(self.words))
         # At rows all over the table: words are not stored in the order of frequency.
         row_of = np.random.default_rng(1).choice(self.rows, self.words, replace=False)
@@ -165,8 +162,7 @@ def plan_of(sizes: Sizes, platform: str) -> Plan:
         jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype),
         jax.ShapeDtypeStruct((sizes.ids,), jnp.int32),
     )
-    plan: Plan = sizes.make_optimizer().plan(gradient, table, platform)
-    return plan
+    return sizes.make_optimizer().plan(gradient, table, platform)  # type: ignore[no-any-return]
 
 
 def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:

@@ -353,9 +353,8 @@ class StackedTables:
         for (name, bag), end in zip(bags.items(), ends, strict=True):
             inside = bag.segments < bag.num_bags
             rows.append(self._rows_of(name, bag.original, bag.ids, mode, caller, ~inside))
-            segments.append(
-                jnp.where(inside, bag.segments + (end - bag.num_bags), ends[-1])
-            )
+            own = bag.segments + (end - bag.num_bags)
+            segments.append(jnp.where(inside, own, ends[-1]))
             one = jnp.ones_like(bag.ids, jnp.float32)  # placed as they are
             parts.append(one if bag.weights is None else bag.weights)
         ids: Any = jnp.concatenate(rows), jnp.concatenate(segments), ends[-1]

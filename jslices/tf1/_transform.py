@@ -126,9 +126,8 @@ def _is_key(x: Any) -> bool:
 
 def _arrays_only(out: PyTree) -> PyTree:
     """``out`` with arrays for lazy values; handles in it are refused."""
-    leaves, tree = jax.tree.flatten(
-        out, is_leaf=lambda x: isinstance(x, LazyValue | Variable)
-    )
+    is_handle = lambda x: isinstance(x, LazyValue | Variable)  # noqa: E731
+    leaves, tree = jax.tree.flatten(out, is_leaf=is_handle)
     names = [x.name for x in leaves if isinstance(x, Variable)]
     if names:
         raise ValueError(

@@ -384,10 +384,8 @@ def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.A
     if single or np.ndim(limit) == 0 or not is_real(limit.dtype):
         LIMIT.check(name, what, limit)
     array: Any = limit
-    if not isinstance(
-        limit, jax.Array
-    ):  # of NumPy: JAX would compile a program to make one
-        array = np.asarray(limit)
+    if not isinstance(limit, jax.Array):
+        array = np.asarray(limit)  # JAX would compile a program to make one
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     if jnp.issubdtype(array.dtype, jnp.integer):
         array = array.astype(jnp.float32)

@@ -134,9 +134,7 @@ class _Lifted:
         values = [_values(g) if is_slices(g) else g for g in touched]
         of_rows = tree.unflatten(values), rows.read_state(state), rows.read(params)
         outputs, new_state = self.tx.update(*of_rows, **extra_args)
-        updates = [
-            _update(u, g) for u, g in zip(tree.flatten_up_to(outputs), touched, strict=True)
-        ]
+        updates = map(_update, tree.flatten_up_to(outputs), touched)
         return tree.unflatten(updates), rows.write_state(state, new_state)
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
@@ -149,9 +147,8 @@ class _Lifted:
             entries = grad.values.shape[0]
             num_rows = rows_numbered(jnp.shape(param), grad.row_axes)
             capacity = room_for_distinct(entries, num_rows)
-            return Plan(
-                "together", entries, capacity, why="Optax steps all of them at once"
-            )
+            why = "Optax steps all of them at once"
+            return Plan("together", entries, capacity, why=why)
 
         return jax.tree.map(of, grads, params, is_leaf=is_leaf)
 

@@ -182,9 +182,8 @@ class _Buffers:
                 f"{self.structure}, got {shapes_of(leaves)} in {structure}; {help}"
             )
         n, old, new = state.mini_step, structure.flatten_up_to(state.acc_grads), []
-        for path, x, example, buffer in zip(
-            protocol.paths_of(structure), leaves, self.examples, old, strict=True
-        ):
+        columns = protocol.paths_of(structure), leaves, self.examples, old
+        for path, x, example, buffer in zip(*columns, strict=True):
             if protocol.has_no_rows(x) and example is not None:
                 x = _nothing(example)
             if is_slices(x):
