@@ -278,8 +278,7 @@ def one_for(out: jax.Array) -> jax.Array:
     the other.
     """
     sharding = jax.typeof(out).to_ct_aval().sharding
-    one: jax.Array = lax.full_like(out, 1, shape=(), sharding=sharding)
-    return one
+    return lax.full_like(out, 1, shape=(), sharding=sharding)  # type: ignore[no-any-return]
 
 
 def bind(
@@ -544,8 +543,7 @@ def usual_promotion(fun: F) -> F:
     ``jax_numpy_dtype_promotion="strict"`` is for the program's own arrays: the arithmetic
     of Optax, which ours equals to the bit, multiplies float32 by an int32 step.
     """
-    usual: F = jax.numpy_dtype_promotion("standard")(fun)
-    return usual
+    return jax.numpy_dtype_promotion("standard")(fun)  # type: ignore[no-any-return]
 
 
 def flatten(

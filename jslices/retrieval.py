@@ -260,5 +260,4 @@ def _largest(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     is_long = scores.shape[-1] >= _SHORTEST_BY_ROUNDS and scores.dtype == jnp.float32
     if not (is_long and _ROUND < k <= _MOST_BY_ROUNDS):
         return at_once(scores)
-    result: Any = lax.platform_dependent(scores, cuda=by_rounds, default=at_once)
-    return result  # type: ignore[no-any-return]
+    return lax.platform_dependent(scores, cuda=by_rounds, default=at_once)  # type: ignore[no-any-return]

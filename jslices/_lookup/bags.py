@@ -475,7 +475,7 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
 
     def total(x: jax.Array) -> jax.Array:
         if bags.padded:
-            x = where_rows(segments < count, x, jnp.zeros((), x.dtype))
+            x = where_rows(segments < count, x)
             return x.reshape(count, -1, *x.shape[1:]).sum(1)
         return add_rows(jnp.zeros((count, *x.shape[1:]), x.dtype), segments, x)
 

@@ -15,13 +15,7 @@ from jslices._densify import current_user_line
 from jslices._jax import takes_tables
 from jslices._lookup.mark import mark_table
 from jslices._place.boundary import looked_up, on_any_mesh
-from jslices._rows.access import (
-    canonical_indices,
-    index_dtype,
-    missing_value,
-    per_row,
-    take_rows,
-)
+from jslices._rows import access
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
 
 #: A table, or its shards.
@@ -149,7 +143,7 @@ def read_rows(
         refuse_host_memory(caller, table)
     heights = [table.shape[0] for table in tables]
     count = _num_ids(heights, strategy, caller, mode)
-    index_dtype(count, np.dtype(ids.dtype))  # refuses a table that 32-bit ids cannot reach
+    access.index_dtype(count, np.dtype(ids.dtype))  # refuses one of too many rows
     if mode == "check":
         original = ids if original is None else original
         exempt = None
@@ -179,7 +173,8 @@ def _read(
     if len(tables) == 1 and keep is None:
         direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
         if ids.dtype.itemsize == 8 and direct == "fill":
-            ids = canonical_indices(ids, count)  # JAX cuts them to 32 bits (jax 0.12)
+            # JAX cuts them to 32 bits (jax 0.12).
+            ids = access.canonical_indices(ids, count)
         return _take(tables[0], ids, mode=direct)
     settled = settle(ids, count, mode if mode == "clip" else "drop")
     settled = settled if keep is None else jnp.where(keep, settled, count)
@@ -187,7 +182,7 @@ def _read(
     rows = _read_shards(tables, settled, heights, strategy)
     if keep is None:
         return rows
-    return jnp.where(per_row(keep, rows), rows, jnp.zeros((), rows.dtype))
+    return access.where_rows(keep, rows)
 
 
 def _read_shards(
@@ -195,18 +190,18 @@ def _read_shards(
 ) -> jax.Array:
     if len(tables) == 1:
         return _take(tables[0], ids)
-    missing = missing_value(np.dtype(tables[0].dtype))
+    missing = access.missing_value(np.dtype(tables[0].dtype))
     rows: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), missing)
     places = _local_rows(ids, heights, strategy)
     for table, (own, local) in zip(tables, places, strict=True):
         # An id of another shard reads zeros, not NaN, which could leak into a gradient.
         mine = _take(table, local, fill_value=0)
-        rows = jnp.where(per_row(own, mine), mine, rows)
+        rows = access.where_rows(own, mine, rows)
     return rows
 
 
 def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
-    rows = take_rows(table, ids, **how)
+    rows = access.take_rows(table, ids, **how)
     if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
         return rows
     # A table without rows is not gathered from. Adding the sum of a slice of no rows

@@ -279,12 +279,12 @@ def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
     return numbers.reshape(numbers.shape + (1,) * (jnp.ndim(like) - numbers.ndim))
 
 
-def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
-    """``jnp.where`` with a bool ``[n]`` for each of ``rows`` ``[n, *D]``.
+def where_rows(selected: jax.Array, rows: jax.Array, rest: ArrayLike = 0) -> jax.Array:
+    """``jnp.where`` with a bool ``[n]`` for each of ``rows`` ``[n, *D]``; in their dtype.
 
     Or ``[n, m]``, for each part of rows ``[n, m, *D]``. Rows not selected may be NaN.
     """
-    return jnp.where(per_row(selected, rows), rows, rest)
+    return jnp.where(per_row(selected, rows), rows, jnp.asarray(rest, rows.dtype))
 
 
 def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any, Any]:

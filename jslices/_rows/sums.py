@@ -177,8 +177,7 @@ def _by_runs(
         counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
         summed = _divided(summed, counts, divisor)
     named, unique = _first_of_runs(ordered, empty)
-    zero = jnp.zeros((), summed.dtype)
-    summed = access.where_rows(named, summed, zero).astype(values.dtype)
+    summed = access.where_rows(named, summed).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
     if order != "any" or access.is_below(capacity, indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
@@ -219,8 +218,8 @@ def add_rows(
     indices = access.canonical_indices(indices, access.height_of(table, rows))
 
     def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        added: jax.Array = access.places_of(table, indices, rows).add(rows, **access.DROP)
-        return added
+        at = access.places_of(table, indices, rows)
+        return at.add(rows, **access.DROP)  # type: ignore[no-any-return]
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         empty = jnp.array(access.height_of(table, rows), indices.dtype)
@@ -230,10 +229,8 @@ def add_rows(
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
     if not inexact or _jax.is_symbolic(indices.shape[0]) or indices.shape[0] < 2:
         return in_turn(table, indices, rows)
-    result: jax.Array = lax.platform_dependent(
-        table, indices, rows, cpu=in_turn, default=by_runs
-    )
-    return result
+    operands = table, indices, rows
+    return lax.platform_dependent(*operands, cpu=in_turn, default=by_runs)  # type: ignore[no-any-return]
 
 
 @jax.jit
@@ -258,14 +255,13 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
     square = (1, width, width)
     later = lax.broadcasted_iota(int, square, 1) <= lax.broadcasted_iota(int, square, 2)
     in_run = (ids[:, :, None] == ids[:, None, :]) & later
-    none = jnp.zeros((), rows.dtype)
-    sums = jnp.sum(access.where_rows(in_run, rows[:, None], none), 2, dtype=rows.dtype)
+    sums = jnp.sum(access.where_rows(in_run, rows[:, None]), 2, dtype=rows.dtype)
     if blocks > 1:
         # The rest, in later blocks, of the run that does not end in this one.
         first = ids[:, 0]
         follow = sums_of_runs(first, sums[:, 0])[1:]
         goes_on = ids[:-1] == first[1:, None]
-        follow = access.where_rows(goes_on, follow[:, None], none)
+        follow = access.where_rows(goes_on, follow[:, None])
         sums = sums + jnp.pad(follow, ((0, 1), *((0, 0),) * (sums.ndim - 1)))
     return sums.reshape(blocks * width, *shape)[:count]
 

@@ -13,13 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_at_line
 from jslices._jax import called_by_jax_operator
-from jslices._place.boundary import (
-    everywhere,
-    like_first,
-    looked_up,
-    on_any_mesh,
-    one_program,
-)
+from jslices._place import boundary
+from jslices._place.boundary import everywhere, on_any_mesh
 from jslices._rows import access
 from jslices._rows.sums import COMBINER, Order, add_rows, sum_duplicates
 from jslices._slices import parts
@@ -130,8 +125,7 @@ class IndexedSlices(Refusals):
                 "not known; give it: IndexedSlices(s.values, s.indices, (num_rows, "
                 f"{', '.join(map(str, self.values.shape[self.indices.ndim :]))}))"
             )
-        dense: jax.Array = _dense(self)
-        return dense
+        return _dense(self)  # type: ignore[no-any-return]
 
     def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
         """The same array with every row at most once, in a static number of entries.
@@ -439,7 +433,7 @@ class IndexedSlices(Refusals):
         """``values`` with zeros in the empty entries."""
         indices = access.canonical_indices(self.indices, self.num_rows)
         present = indices != access.empty_index(self.num_rows, indices.dtype)
-        return access.where_rows(present, self.values, jnp.zeros((), self.dtype))
+        return access.where_rows(present, self.values)
 
     # --- the batch axes of vmap -----------------------------------------------------
 
@@ -580,10 +574,10 @@ def deduplicated(slices: IndexedSlices) -> IndexedSlices:
 # --- on any mesh ------------------------------------------------------------------------
 
 #: Rows of an array at indices of any shape, split as these are.
-rows_at = on_any_mesh(looked_up)(access.take_rows)
+rows_at = on_any_mesh(boundary.looked_up)(access.take_rows)
 
 
-@on_any_mesh(like_first)
+@on_any_mesh(boundary.like_first)
 def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
     return add_rows(table, slices.indices, slices.values, slices.facts.distinct)
 
@@ -598,8 +592,7 @@ def _summed(
         return jax.vmap(lambda s: _summed(s, size, combine, order))(slices)
     if slices.is_placed and size is None:
         run = lambda s: _summed(s, None, combine, order)  # noqa: E731
-        unique: IndexedSlices = each_shard(run, slices)
-        return unique
+        return each_shard(run, slices)  # type: ignore[no-any-return]
     values, indices = _sums(slices, size=size, combine=combine, order=order)
     return slices._like(values, indices, Facts(distinct=True))
 
@@ -620,13 +613,12 @@ def _nonzero_rows(array: jax.Array, *, size: int | None) -> tuple[jax.Array, jax
     return access.pick(array, positions, too_many), positions
 
 
-@one_program
+@boundary.one_program
 def _dense(slices: IndexedSlices) -> jax.Array:
     if slices.indices.ndim > 1:
         return jax.vmap(_dense)(slices)
     if slices.is_placed:
-        dense: jax.Array = each_shard(_dense, slices)
-        return dense
+        return each_shard(_dense, slices)  # type: ignore[no-any-return]
     return _added_to_zeros(slices, distinct=slices.facts.distinct)
 
 

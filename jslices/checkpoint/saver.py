@@ -137,7 +137,6 @@ class Saver:
         save_relative_paths: bool = True,
         **theirs: None,
     ) -> None:
-        del name, restore_sequentially
         for argument in theirs:
             instead = _INSTEAD.get(argument, "see help(Saver)")
             raise TypeError(f"Saver has no argument {argument!r}: {instead}")

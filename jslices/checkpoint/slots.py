@@ -5,6 +5,7 @@ arrays with a name, most of them of the variable's shape. Here they are one tree
 state array. ``slot_names`` says which slot is which array.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -310,13 +311,12 @@ def _spread(count: PyTree, params: Params, tree: Any) -> list[int | None]:
 
 def _as_count(x: ArrayLike | None) -> int | None:
     """``x`` as a number of steps; None if it is not one."""
-    try:
+    # No array, infinite or not a number.
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         array: Any = np.asarray(x)
         if array.ndim == 0 and array.dtype.kind in "iuf":
             count = int(array)
             return count if count == array and 0 <= count <= _MAX_COUNT else None
-    except (TypeError, ValueError, OverflowError):  # no array, infinite or not a number
-        pass
     return None
 
 

@@ -81,16 +81,15 @@ class StackedTables:
                 "StackedTables wants tables of at least one row by their names, "
                 f'{{"user": (1000, 16)}}, got {shapes}'
             )
-        if len({shape[1:] for shape in shape_of.values()}) > 1:
+        row_shapes = {shape[1:] for shape in shape_of.values()}
+        if len(row_shapes) > 1:
             raise js.InvalidArgumentError(
                 f"StackedTables wants tables whose rows have one shape, got {shape_of}; "
                 "make one StackedTables for each shape of rows"
             )
         sizes = tuple(shape[0] for shape in shape_of.values())
-        object.__setattr__(self, "names", tuple(shape_of))
-        object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "row_shape", next(iter(shape_of.values()))[1:])
-        object.__setattr__(self, "num_rows", js.padded_rows(sum(sizes), devices))
+        vars(self).update(names=tuple(shape_of), sizes=sizes, row_shape=row_shapes.pop())
+        vars(self).update(num_rows=js.padded_rows(sum(sizes), devices))
 
     def __repr__(self) -> str:
         spans = self._spans.items()

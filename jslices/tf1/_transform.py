@@ -110,8 +110,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
             args, kwargs = jax.tree.unflatten(structure, merged)
             return init(jax.random.key(0), *args, **kwargs)
 
-        declared: Variables = jax.eval_shape(init_of_arrays, arrays)
-        return declared
+        return jax.eval_shape(init_of_arrays, arrays)  # type: ignore[no-any-return]
 
     return Transformed(init, apply, abstract_init)
 

@@ -76,7 +76,6 @@ def stateless(f: Callable[[Gradients], Gradients], **parts: Any) -> GradientTran
     def update(
         grads: Gradients, state: State, params: Params = None
     ) -> tuple[Gradients, State]:
-        del params
         return f(grads), state
 
     return GradientTransformation(lambda params: (), update, **parts)

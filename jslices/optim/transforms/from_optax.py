@@ -139,7 +139,6 @@ class _Lifted:
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """The same for every gradient: Optax's arithmetic is run once, on all rows."""
-        del platform
 
         def of(grad: Leaf, param: jax.Array) -> Plan | None:
             if not is_slices(grad):
@@ -276,5 +275,4 @@ def _values(grad: IndexedSlices) -> jax.Array:
 def _update(update: jax.Array, grad: Leaf) -> Leaf:
     if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
         return update
-    update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
-    return grad.with_values(update)
+    return grad.with_values(where_rows(_present(grad), update))

@@ -90,7 +90,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
         axes = 1 if callable(keep) else max(1, min(jnp.ndim(keep), array.ndim))
         rows = jnp.arange(math.prod(array.shape[:axes])).reshape(array.shape[:axes])
         allowed = _allowed(keep, rows, array.shape[:axes])
-        return access.where_rows(allowed, array, jnp.array(rest, array.dtype))
+        return access.where_rows(allowed, array, rest)
     check_slices(slices)
     num_rows, shape = slices.num_rows, slices.dense_shape
     indices = access.canonical_indices(slices.indices, num_rows)
@@ -98,7 +98,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     sizes = None if shape is None else shape[: slices.row_axes]
     allowed = _allowed(keep, indices, sizes) & (indices != empty)
     # Of the type that came: entries stay where they are.
-    values = access.where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
+    values = access.where_rows(allowed, slices.values, rest)
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
     masked = jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
     return masked.with_facts(slices.facts._replace(distinct=False))
