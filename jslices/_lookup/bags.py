@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 from jslices._arguments import OneOf
 from jslices._jax import takes_tables
 from jslices._lookup.columns import Matrix, bags_of, columns_of, is_of_kind
-from jslices._lookup.embedding import STRATEGY, Tables, as_tables, read_rows
+from jslices._lookup.embedding import Tables, as_tables, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
-from jslices._rows.ids import as_ids, check_mode
+from jslices._rows.ids import as_ids
 from jslices._rows.sums import add_rows, widened
 from jslices._typing import PyTree
 
@@ -99,14 +99,8 @@ def embedding_lookup_sparse(
 
     Source: ``tf.nn.embedding_lookup_sparse``; ``"max"`` is from ``torch.nn.EmbeddingBag``.
     """
-    return _look_up_bags(
-        "embedding_lookup_sparse",
-        (params, sp_ids, sp_weights, mask),
-        combiner=combiner,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-    )
+    arrays, how = (params, sp_ids, sp_weights, mask), (partition_strategy, mode, max_norm)
+    return _look_up_bags("embedding_lookup_sparse", arrays, combiner, how)
 
 
 @takes_tables(sparse=True)
@@ -158,34 +152,25 @@ def safe_embedding_lookup_sparse(
 
     Source: ``tf.nn.safe_embedding_lookup_sparse``.
     """
-    return _look_up_bags(
-        "safe_embedding_lookup_sparse",
-        (embedding_weights, sparse_ids, sparse_weights, mask),
-        combiner=combiner,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-        only_good=True,
-        default_id=default_id,
-    )
+    caller, how = "safe_embedding_lookup_sparse", (partition_strategy, mode, max_norm)
+    arrays = embedding_weights, sparse_ids, sparse_weights, mask
+    return _look_up_bags(caller, arrays, combiner, how, True, default_id)
 
 
 def _look_up_bags(
     caller: str,
     arrays: tuple[Tables, BagsOfIds | None, ArrayLike | Matrix | None, ArrayLike | None],
-    *,
     combiner: str | None,
-    strategy: str,
-    mode: str,
-    max_norm: float | jax.Array | None,
+    how: tuple[str, str, float | jax.Array | None],
     only_good: bool = False,
     default_id: int | None = None,
 ) -> jax.Array:
-    """The bags of a table, ids, weights and a mask; of the good ids where ``only_good``."""
+    """The bags of a table, ids, weights and a mask; of the good ids where ``only_good``.
+
+    ``how`` rows are read: by a partition strategy, a mode and a largest norm.
+    """
     combiner = "mean" if combiner is None else combiner
     COMBINER.check(caller, "combiner", combiner)
-    check_mode(mode, caller)
-    STRATEGY.check(caller, "partition_strategy", strategy)
     params, sp_ids, sp_weights, mask = arrays
     shape = None
     if sp_ids is None:
@@ -216,16 +201,7 @@ def _look_up_bags(
             ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
             ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
             keep = jnp.append(keep, ~filled.all())
-        rows = read_rows(
-            tables,
-            ids,
-            caller,
-            strategy=strategy,
-            mode=mode,
-            max_norm=max_norm,
-            keep=keep,
-            original=bags.original,
-        )
+        rows = read_rows(tables, ids, caller, *how, keep=keep, original=bags.original)
         if default_id is None:
             combined = _combine(rows, bags, combiner)
         else:

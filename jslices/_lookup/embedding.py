@@ -90,20 +90,10 @@ def embedding_lookup(
     zeros on a GPU; ``padding_id`` is PyTorch's ``padding_idx``.
     """
     caller = "embedding_lookup"
-    check_mode(mode, caller)
-    STRATEGY.check(caller, "partition_strategy", partition_strategy)
     tables, numbers = as_tables(params, caller), as_ids(ids, caller)
     keep = None if padding_id is None else ~is_padding(ids, numbers, padding_id)
-    return read_rows(
-        tables,
-        numbers,
-        caller,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-        keep=keep,
-        original=ids,
-    )
+    how = partition_strategy, mode, max_norm
+    return read_rows(tables, numbers, caller, *how, keep=keep, original=ids)
 
 
 def is_padding(original: ArrayLike, ids: jax.Array, padding_id: int) -> jax.Array:
@@ -124,12 +114,12 @@ def read_rows(
     tables: list[jax.Array],
     ids: jax.Array,
     caller: str,
-    *,
     strategy: str,
     mode: str,
-    max_norm: float | jax.Array | None = None,
-    keep: jax.Array | None = None,
-    original: ArrayLike | None = None,
+    max_norm: float | jax.Array | None,
+    *,
+    keep: jax.Array | None,
+    original: ArrayLike,
 ) -> jax.Array:
     """Rows ``[*B, *D]`` of a table in one or more shards.
 
@@ -139,13 +129,14 @@ def read_rows(
       original: the ids as the user passed them, for the message of mode ``"check"``: in the
         same order, but perhaps of another shape and without good ids added at the end.
     """
+    check_mode(mode, caller)
+    STRATEGY.check(caller, "partition_strategy", strategy)
     for table in tables if not is_on_host(ids) else []:
         refuse_host_memory(caller, table)
     heights = [table.shape[0] for table in tables]
     count = _num_ids(heights, strategy, caller, mode)
     access.index_dtype(count, np.dtype(ids.dtype))  # refuses one of too many rows
     if mode == "check":
-        original = ids if original is None else original
         exempt = None
         if keep is not None:
             shape = as_ids(original, caller).shape

@@ -80,16 +80,10 @@ def sampled_softmax_loss(
     Source: ``tf.nn.sampled_softmax_loss`` (Jean et al., 2014, arXiv:1412.2007); there the
     draw is not reproducible by a key.
     """
-    logits, targets = _sampled_logits(
-        (weights, biases),
-        (labels, inputs),
-        sampled_values,
-        key,
-        caller="sampled_softmax_loss",
-        counts=(num_sampled, num_classes, num_true),
-        remove_accidental_hits=remove_accidental_hits,
-        partition_strategy=partition_strategy,
-    )
+    arrays = (weights, biases), (labels, inputs), sampled_values, key
+    counts, caller = (num_sampled, num_classes, num_true), "sampled_softmax_loss"
+    how: Any = {"remove_hits": remove_accidental_hits, "strategy": partition_strategy}
+    logits, targets = _sampled_logits(*arrays, caller=caller, counts=counts, **how)
     return -jnp.sum(targets * jax.nn.log_softmax(logits), -1)
 
 
@@ -127,16 +121,10 @@ def nce_loss(
 
     Source: ``tf.nn.nce_loss`` (Gutmann and Hyvarinen, 2010).
     """
-    logits, targets = _sampled_logits(
-        (weights, biases),
-        (labels, inputs),
-        sampled_values,
-        key,
-        caller="nce_loss",
-        counts=(num_sampled, num_classes, num_true),
-        remove_accidental_hits=remove_accidental_hits,
-        partition_strategy=partition_strategy,
-    )
+    arrays = (weights, biases), (labels, inputs), sampled_values, key
+    counts = num_sampled, num_classes, num_true
+    how: Any = {"remove_hits": remove_accidental_hits, "strategy": partition_strategy}
+    logits, targets = _sampled_logits(*arrays, caller="nce_loss", counts=counts, **how)
     losses = jnp.maximum(logits, 0) - logits * targets
     return jnp.sum(losses + jnp.log1p(jnp.exp(-jnp.abs(logits))), -1)
 
@@ -150,8 +138,8 @@ def _sampled_logits(
     *,
     caller: str,
     counts: tuple[int, int, int],
-    remove_accidental_hits: bool,
-    partition_strategy: str,
+    remove_hits: bool,
+    strategy: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Logits and targets ``[B, T + S]``, those of the true classes first."""
     num_sampled, num_classes, num_true = counts
@@ -171,10 +159,7 @@ def _sampled_logits(
     # The dtype of the labels may be too narrow for some class that is drawn.
     wide = jnp.promote_types(jnp.promote_types(labels.dtype, sampled.dtype), jnp.int32)
     ids = jnp.concatenate([labels.reshape(-1).astype(wide), sampled.astype(wide)])
-    rows, offsets = (
-        embedding_lookup(table, ids, partition_strategy=partition_strategy)
-        for table in tables
-    )
+    rows, offsets = (embedding_lookup(x, ids, partition_strategy=strategy) for x in tables)
     count, dtype = labels.size, rows.dtype
     true_rows = rows[:count].reshape(*labels.shape, rows.shape[-1])
     true = jnp.einsum("bd,btd->bt", inputs, true_rows)
@@ -182,7 +167,7 @@ def _sampled_logits(
     drawn = inputs @ rows[count:].T + offsets[None, count:]
     true -= jnp.log(of_true).astype(dtype)
     drawn -= jnp.log(of_sampled).astype(dtype)[None]
-    if remove_accidental_hits:
+    if remove_hits:
         hits = (labels[:, :, None] == sampled[None, None]).any(1)
         drawn = jnp.where(hits, jnp.finfo(drawn.dtype).min, drawn)
     logits = jnp.concatenate([true, drawn], 1)

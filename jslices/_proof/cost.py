@@ -96,11 +96,8 @@ def table_copies(module: Module) -> int:
     """How many arrays with as many elements as the largest argument are copied."""
     sizes = [math.prod(each.arrays[0].dims) for each in module.parameters().values()]
     largest = max(sizes, default=0)
-    return sum(
-        math.prod(each.arrays[0].dims) >= largest > 1
-        for each in module.run()
-        if module.copied(each) is not None
-    )
+    copies = (each for each in module.run() if module.copied(each) is not None)
+    return sum(math.prod(each.arrays[0].dims) >= largest > 1 for each in copies)
 
 
 def kernels(module: Module) -> dict[str, int]:

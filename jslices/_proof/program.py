@@ -497,24 +497,15 @@ def compiled(
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    memory = executable.memory_analysis()
-    return Program(
-        name,
-        traced.jaxpr,
-        Module(executable.as_text()),
-        _leaves(lowered.args_info, executable.input_formats),
-        [
-            Leaf(f"result{jax.tree_util.keystr(path)}", x.shape, x.dtype)
-            for path, x in jax.tree_util.tree_leaves_with_path(traced.out_info)
-        ],
-        Memory(
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-            memory.alias_size_in_bytes,
-            memory.temp_size_in_bytes,
-        ),
-        densified,
-    )
+    module, sizes = Module(executable.as_text()), executable.memory_analysis()
+    kinds = "argument", "output", "alias", "temp"
+    memory = Memory(*(getattr(sizes, f"{kind}_size_in_bytes") for kind in kinds))
+    leaves = _leaves(lowered.args_info, executable.input_formats)
+    outputs = [
+        Leaf(f"result{jax.tree_util.keystr(path)}", x.shape, x.dtype)
+        for path, x in jax.tree_util.tree_leaves_with_path(traced.out_info)
+    ]
+    return Program(name, traced.jaxpr, module, leaves, outputs, memory, densified)
 
 
 def _leaves(args_info: Any, formats: Any) -> list[Leaf]:

@@ -209,18 +209,13 @@ def take_rows(
         starts = jnp.concatenate([starts, jnp.zeros_like(starts[..., :1])], axis=-1)
         if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
             mode = lax.GatherScatterMode.CLIP  # or no planner would trust the zeros
-    rows = lax.gather(
-        table,
-        starts,
-        lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
-            collapsed_slice_dims=tuple(range(row_axes)),
-            start_index_map=tuple(range(starts.shape[-1])),
-        ),
-        slice_sizes=(*(1,) * row_axes, *row),
-        mode=mode,
-        fill_value=fill_value,
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
+        collapsed_slice_dims=tuple(range(row_axes)),
+        start_index_map=tuple(range(starts.shape[-1])),
     )
+    sizes = (*(1,) * row_axes, *row)
+    rows = lax.gather(table, starts, dims, sizes, mode=mode, fill_value=fill_value)
     return row_loop(rows, indices)
 
 

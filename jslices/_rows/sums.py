@@ -117,16 +117,14 @@ def _sum_duplicates(
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
         divisor = COMBINERS[combine]
-        in_turn = functools.partial(_in_turn, num_rows, capacity, divisor, order)
-        by_runs = functools.partial(
-            _by_runs, jnp.array(empty, indices.dtype), capacity, divisor, order
-        )
+        how = capacity, divisor, order
+        in_turn = functools.partial(_in_turn, num_rows, *how)
+        by_runs = functools.partial(_by_runs, jnp.array(empty, indices.dtype), *how)
         elsewhere = in_turn if _jax.is_symbolic(num_ids) else by_runs
         if on_cpu is not None:
             return (in_turn if on_cpu else elsewhere)(indices, values)
-        unique, summed, distinct = lax.platform_dependent(
-            indices, values, cpu=in_turn, default=elsewhere
-        )
+        ways = {"cpu": in_turn, "default": elsewhere}
+        unique, summed, distinct = lax.platform_dependent(indices, values, **ways)
     return unique, summed, distinct
 
 

@@ -89,14 +89,8 @@ class Entries:
     ) -> Self:
         """Slices of parts that fit together, and facts about them."""
         new = object.__new__(cls)
-        vars(new).update(
-            values=values,
-            dense_shape=shape,
-            facts=facts,
-            _indices=indices,
-            _leaf=leaf,
-            _trace=trace_state(),
-        )
+        vars(new).update(values=values, dense_shape=shape, facts=facts)
+        vars(new).update(_indices=indices, _leaf=leaf, _trace=trace_state())
         return new
 
     def __setattr__(self, name: str, value: object = None) -> None:

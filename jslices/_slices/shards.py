@@ -29,12 +29,9 @@ def join_entries(
 
     def local(parts: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
         values = [v.reshape(i.size, *v.shape[i.ndim :]) for v, i in parts]
-        indices = [i.reshape(-1) for _, i in parts]
-        widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
-        return [
-            jnp.concatenate(values),
-            jnp.concatenate([i.astype(widest) for i in indices]),
-        ]
+        widest = max((i.dtype for _, i in parts), key=lambda dtype: dtype.itemsize)
+        indices = [i.reshape(-1).astype(widest) for _, i in parts]
+        return [jnp.concatenate(values), jnp.concatenate(indices)]
 
     if len(parts) == 1 and parts[0][1].ndim == 1:
         return parts[0]

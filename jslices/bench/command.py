@@ -4,6 +4,7 @@ It is measured on the user's machine, or with ``--device`` compiled for another.
 """
 
 import argparse
+import dataclasses
 import math
 import platform as machine
 from collections.abc import Sequence
@@ -60,10 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints; ``argparse.ArgumentError`` for impossible requests."""
-    sizes = Sizes(
-        *(options.rows, options.dim, options.ids),
-        *(options.optimizer, options.dtype, options.distribution, options.untouched),
-    )
+    sizes = Sizes(**{x.name: getattr(options, x.name) for x in dataclasses.fields(Sizes)})
     try:
         sizes.make_optimizer()
     except ValueError as error:

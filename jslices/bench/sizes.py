@@ -157,11 +157,10 @@ def _zipf(words: int) -> np.ndarray:
 def plan_of(sizes: Sizes, platform: str) -> Plan:
     """How the optimizer steps the rows of the table."""
     table = sizes.table_shape()
-    gradient = jax.eval_shape(
-        functools.partial(js.IndexedSlices, dense_shape=table.shape),
-        jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype),
-        jax.ShapeDtypeStruct((sizes.ids,), jnp.int32),
-    )
+    rows = jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype)
+    numbers = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
+    slices = functools.partial(js.IndexedSlices, dense_shape=table.shape)
+    gradient = jax.eval_shape(slices, rows, numbers)
     return sizes.make_optimizer().plan(gradient, table, platform)  # type: ignore[no-any-return]
 
 

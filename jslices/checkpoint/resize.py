@@ -387,10 +387,8 @@ def _resized(
     before, after = _dtype(old), _dtype(new)
     axis = 0 if source is None else source.axis
     rows = slice(axis, axis + 1)
-    moved = source is not None and (old_shape[rows], new_shape[rows]) == (
-        (source.height,),
-        source.rows.shape,
-    )
+    pair = old_shape[rows], new_shape[rows]
+    moved = source is not None and pair == ((source.height,), source.rows.shape)
     others = [shape[:axis] + shape[axis + moved :] for shape in (old_shape, new_shape)]
     if len(old_shape) != len(new_shape) or others[0] != others[1]:
         problems.append(

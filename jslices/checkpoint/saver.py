@@ -153,11 +153,8 @@ class Saver:
 
     def as_saver_def(self) -> SaverDef:
         """The options, for ``Saver(saver_def=...)``."""
-        return SaverDef(
-            max_to_keep=self._retention.max_to_keep,
-            sharded=self._sharded,
-            keep_checkpoint_every_n_hours=self._retention.every_n_hours,
-        )
+        kept = self._retention
+        return SaverDef(kept.max_to_keep, self._sharded, kept.every_n_hours)
 
     # --- saving -----------------------------------------------------------------------
 
@@ -218,9 +215,8 @@ class Saver:
             parts = writing.in_shards(leaves, processes)
         else:
             parts = [{name: leaf.tensor() for name, leaf in leaves.items()}]
-        return self._commit(
-            prefix, parts, info, sharded, latest_filename, write_state, processes
-        )
+        how = sharded, latest_filename, write_state, processes
+        return self._commit(prefix, parts, info, *how)
 
     def save_delta(
         self,

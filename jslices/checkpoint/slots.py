@@ -121,15 +121,10 @@ def import_state(
     problems: list[str] = []
     slots_of_each = _slots_of_each(walk.tree, slots)
     counts = _counts_of_states(walk, params, slots_of_each, count, problems)
+    each = walk.labels, walk.tree.flatten_up_to(params), walk.arrays, slots_of_each
     assigned = {
         number: x
-        for parameter in zip(
-            walk.labels,
-            walk.tree.flatten_up_to(params),
-            walk.arrays,
-            slots_of_each,
-            strict=True,
-        )
+        for parameter in zip(*each, strict=True)
         for number, x in _assigned(*parameter, problems).items()
     }
     if problems:

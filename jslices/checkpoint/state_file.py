@@ -84,12 +84,10 @@ def get_checkpoint_state(
             "model_checkpoint_path. Remove the file, or write it anew with "
             "update_checkpoint_state"
         )
+    newest = _located(state.model_checkpoint_path, directory)
+    paths = [_located(path, directory) for path in state.all_model_checkpoint_paths]
     return dataclasses.replace(
-        state,
-        model_checkpoint_path=_located(state.model_checkpoint_path, directory),
-        all_model_checkpoint_paths=[
-            _located(path, directory) for path in state.all_model_checkpoint_paths
-        ],
+        state, model_checkpoint_path=newest, all_model_checkpoint_paths=paths
     )
 
 

@@ -140,12 +140,8 @@ def adafactor(
 
         return _Factors(axes_of, eps, decay_rate, decay_offset, finished).rule(starts)
 
-    return transformation(
-        AdafactorState,
-        rule_of(weight_decay_rate),
-        other=rule_of(None),
-        mask=weight_decay_mask,
-    )
+    first, other = rule_of(weight_decay_rate), rule_of(None)
+    return transformation(AdafactorState, first, other=other, mask=weight_decay_mask)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -182,6 +182,5 @@ class Moments(NamedTuple):
 
         series = step_moments(first, second, nesterov, eps_hat)
         panels = panel_ends(first, second, has_root)
-        return MissedSteps(
-            advance, learning_rate, series, decay, panels=panels, numbers=self
-        )
+        of_rows = advance, learning_rate, series, decay
+        return MissedSteps(*of_rows, panels=panels, numbers=self)

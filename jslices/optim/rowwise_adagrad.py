@@ -94,6 +94,5 @@ def rowwise_adagrad(
         state = {"sum_of_squares": rule.row_of(initial_accumulator_value)}
         return rule.Rule(state, update, reads_params=decays, missed=missed)
 
-    return transformation(
-        RowwiseAdagradState, rule_of(weight_decay), other=rule_of(0.0), mask=mask
-    )
+    first, other = rule_of(weight_decay), rule_of(0.0)
+    return transformation(RowwiseAdagradState, first, other=other, mask=mask)

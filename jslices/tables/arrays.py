@@ -274,10 +274,8 @@ class StackedTables:
                 refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
         dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
         # An id of no table gets a table without rows.
-        sizes, firsts = (
-            rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
-            for x in (self.sizes, self.offsets)
-        )
+        arrays = jnp.asarray(self.sizes, dtype), jnp.asarray(self.offsets, dtype)
+        sizes, firsts = (rows_at(x, tables, fill_value=0) for x in arrays)
         return self._settled_rows(numbers, sizes, firsts, mode)
 
     def lookup(

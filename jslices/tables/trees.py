@@ -235,11 +235,8 @@ class Unstack:
             parts = [unboxed(x) for x in self._tree.flatten_up_to(tree)]
         except ValueError:
             return False
-        arrays = [hasattr(x, "shape") for x in parts]
-        return any(arrays) and all(
-            is_array or not jax.tree.leaves(x)
-            for is_array, x in zip(arrays, parts, strict=True)
-        )
+        others = [x for x in parts if not hasattr(x, "shape")]
+        return len(others) < len(parts) and not jax.tree.leaves(others)
 
     def _each(self, caller: str, values: PyTree) -> list[Any]:
         params = self._tree.unflatten(range(len(self._names)))

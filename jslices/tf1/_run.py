@@ -5,12 +5,12 @@ of runs is a context variable, so every thread (and every task) has its own.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -55,13 +55,13 @@ class Initialization:
         return None if key is None else jax.random.fold_in(key, draw[1])
 
 
-_initialization: contextvars.ContextVar[Initialization | None] = contextvars.ContextVar(
+_initialization: ContextVar[Initialization | None] = ContextVar(
     "jslices_initialization", default=None
 )
 
 
 @contextlib.contextmanager
-def _set(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield
@@ -160,9 +160,7 @@ class Run:
         return Variables({**(self.passed or {}), **values}, infos)
 
 
-_runs: contextvars.ContextVar[tuple[Run, ...]] = contextvars.ContextVar(
-    "jslices_runs", default=()
-)
+_runs: ContextVar[tuple[Run, ...]] = ContextVar("jslices_runs", default=())
 
 
 @contextlib.contextmanager

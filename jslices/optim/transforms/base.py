@@ -104,10 +104,8 @@ def map_with_prefix(
     columns = [values_of_prefix(argument, prefix, tree)]
     columns += map(structure.flatten_up_to, rest)
     return structure.unflatten(
-        [
-            x if value is None or x is None or is_masked(x) else f(as_leaf(x), value, *more)
-            for x, value, *more in zip(leaves, *columns, strict=True)
-        ]
+        x if value is None or x is None or is_masked(x) else f(as_leaf(x), value, *more)
+        for x, value, *more in zip(leaves, *columns, strict=True)
     )
 
 

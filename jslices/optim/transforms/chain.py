@@ -127,11 +127,8 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """That of the last link which steps a gradient by a plan."""
         plans = [tx.plan(grads, params, platform) for tx in reversed(links)]
-        return jax.tree.map(
-            lambda *each: next((x for x in each if x is not None), None),
-            *plans,
-            is_leaf=lambda x: x is None,
-        )
+        first = lambda *each: next((x for x in each if x is not None), None)  # noqa: E731
+        return jax.tree.map(first, *plans, is_leaf=lambda x: x is None)
 
     whole = lambda state, mine: (*state[:at], mine, *state[at + 1 :])  # noqa: E731
     rest = base.catching_up(last, part, whole)

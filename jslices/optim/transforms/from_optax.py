@@ -209,12 +209,11 @@ class _Rows:
         *states: State,
     ) -> State:
         """``mirrored`` of the parts that mirror the parameters, ``other`` of the rest."""
-        return jax.tree.map(
-            lambda part, *more: (mirrored if self.mirrors(part) else other)(part, *more),
-            state,
-            *states,
-            is_leaf=self.mirrors,
-        )
+
+        def of(part: PyTree, *more: PyTree) -> PyTree:
+            return (mirrored if self.mirrors(part) else other)(part, *more)
+
+        return jax.tree.map(of, state, *states, is_leaf=self.mirrors)
 
     def _map(self, f: Callable[..., PyTree], *subtrees: PyTree) -> PyTree:
         """``f`` of each table with a gradient by rows; of the others the last one given."""
