@@ -151,12 +151,9 @@ def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
     if count > GPUS_A_HOST and count % GPUS_A_HOST:
         raise _unknown(name, f": more than {GPUS_A_HOST} are whole hosts of {GPUS_A_HOST}")
     each = min(count, GPUS_A_HOST)
+    options = {"topology": f"1x{count // each}x{each}", "target_config": _description(gpu)}
     try:
-        description = topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x{count // each}x{each}",
-            target_config=_description(gpu),
-        )
+        description = topologies.get_topology_desc(platform="cuda", **options)
     except NotImplementedError:
         what = "the CUDA plugin of JAX, which starts without a GPU if JAX_PLATFORMS=cpu"
         raise _missing(name, what, "gpu") from None

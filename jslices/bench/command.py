@@ -153,13 +153,11 @@ def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
     """What is run, and where."""
     memory = "of unknown size" if room is None else f"{human_bytes(room)} usable"
     drawn = f"{sizes.distribution}, {sizes.words:,} rows used"
-    return "\n".join(
-        [
-            f"{sizes} ({drawn})",
-            f"jslices {js.__version__}, jax {jax.__version__}, {device.platform} "
-            f"({device.device_kind}), {machine.system()} {machine.machine()}, "
-            f"Python {machine.python_version()}, memory {memory}",
-        ]
+    return (
+        f"{sizes} ({drawn})\n"
+        f"jslices {js.__version__}, jax {jax.__version__}, {device.platform} "
+        f"({device.device_kind}), {machine.system()} {machine.machine()}, "
+        f"Python {machine.python_version()}, memory {memory}"
     )
 
 

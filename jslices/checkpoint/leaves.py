@@ -323,9 +323,7 @@ def restore_like(name: str, spec: Spec, read: Read, template: Any) -> Any:
     if not spec.is_key and not is_number:
         _check_width(name, spec)
     sharding: Any = getattr(template, "sharding", None)
-    if sharding is None or (
-        len(sharding.device_set) == 1 and sharding.is_fully_addressable
-    ):
+    if sharding is None or (sharding.is_fully_addressable and sharding.num_devices == 1):
         is_free = isinstance(template, jax.Array) and not template.committed
         value = restore(name, spec, read).reshape(shape) if spec.is_key else array()
         return jax.device_put(value, None if is_free else sharding)

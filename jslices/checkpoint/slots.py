@@ -230,9 +230,8 @@ def _counts_of_states(
     steps = _steps_of_each(walk, params, slots_of_each, count, problems)
     stepped: list[dict[int, str]] = [{} for _ in walk.states]
     others: list[dict[int, str]] = [{} for _ in walk.states]
-    for label, arrays, slots, n in zip(
-        walk.labels, walk.arrays, slots_of_each, steps, strict=True
-    ):
+    columns = walk.labels, walk.arrays, slots_of_each, steps
+    for label, arrays, slots, n in zip(*columns, strict=True):
         for array in arrays:
             if n is not None:
                 (stepped if slots else others)[array.owner].setdefault(n, label)
