@@ -27,9 +27,8 @@ class DensificationWarning(UserWarning):
     Silence it with ``warnings.simplefilter("ignore", jslices.DensificationWarning)``,
     or make it fatal with ``"error"``.
 
-    It is issued while a program is traced. JAX remembers the traces of its own functions,
-    so that a second ``jnp.sum`` of slices of the same shapes is not traced, and does not
-    warn, again.
+    It is issued while a program is traced. JAX remembers the traces of its own functions: a
+    second ``jnp.sum`` of slices of the same shapes neither traces nor warns again.
     """
 
 

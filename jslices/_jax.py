@@ -286,8 +286,7 @@ def bind(
 ) -> list[Any]:
     """Runs one equation on ``operands``, its name stack and source line preserved.
 
-    If all axes of a mesh are Auto they stay so, even if the types of the traced equation
-    say more.
+    If all axes of a mesh are Auto they stay so, whatever the types of the equation say.
 
     With ``as_function``, for equations that have an :func:`operation`, as the call of a
     jitted function. JAX linearizes a primitive anew each time, which takes twice as long as
@@ -402,8 +401,7 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
 def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, Any]:
     """The keyword arguments with which ``jax.checkpoint`` wraps the same function.
 
-    That function takes one more operand, which comes first, and only the ``passed`` ones of
-    the others.
+    That function takes one more operand first, and only the ``passed`` ones of the others.
     """
     prevent_cse = params.get("prevent_cse", True)
     if isinstance(prevent_cse, tuple):

@@ -17,8 +17,7 @@ def sparse_mask(
 
     Args:
       a: IndexedSlices, ``values`` ``[K, *D]``, ``indices`` ``[K]``.
-      mask_indices: ``[M]`` integers, the rows to leave out. They need be neither in ``a``
-        nor unique.
+      mask_indices: ``[M]`` integers, the rows to leave out, unique or not, in ``a`` or not.
       size: U, the static number of entries of the result. None: as many as are kept, or K
         under jit, where that is not known.
 

@@ -74,8 +74,7 @@ class HostRows:
           state: the optimizer's state of it.
           key: where rows are stored in fewer bits (``HostTable(stored=...)``), a random
             key, another one in each step. Elements are rounded up or down at random, right
-            in the mean, by bits that depend only on the key, the number of the row and the
-            place in it.
+            in the mean, by bits that depend only on the key, the row and the place in it.
 
         Raises:
           InvalidArgumentError: for arrays of other shapes or dtypes; without a key where

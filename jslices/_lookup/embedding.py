@@ -48,8 +48,7 @@ def embedding_lookup(
         ``i // n`` of shard ``i % n``. ``"div"``: the shards follow one another.
       max_norm: rows of a larger L2 norm are scaled down to it as they are read; the table
         itself is not changed. The gradient goes through the scaling.
-      padding_id: this id reads zeros and contributes no gradient. It need not be a row of
-        the table.
+      padding_id: this id reads zeros and contributes no gradient; it need not be a row.
       mode: what an id outside ``[0, V)`` reads; a negative id never wraps round.
         ``"fill"`` (or ``"drop"``): NaN (of an integer table the smallest integer), so that
         it is noticed, and no gradient. ``"clip"``: the nearest row, which then gets the
@@ -57,8 +56,7 @@ def embedding_lookup(
         ``"check"``: it is an error.
 
     Returns:
-      ``[*B, *D]`` of the dtype of ``params``. Duplicate ids read the same row, and their
-      gradients add up.
+      ``[*B, *D]`` of the dtype of ``params``. The gradients of duplicate ids add up.
 
     Raises:
       TypeError: if ``ids`` are not integers, ``max_norm`` is not one number, or it is given
@@ -124,8 +122,7 @@ def read_rows(
     """Rows ``[*B, *D]`` of a table in one or more shards.
 
     Args:
-      keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets no
-        gradient.
+      keep: ``[*B]`` bool; False: the row is zero and gets no gradient, whatever the id.
       original: the ids as the user passed them, for the message of mode ``"check"``: in the
         same order, but perhaps of another shape and without good ids added at the end.
     """

@@ -49,8 +49,7 @@ def sampled_softmax_loss(
       num_true: T.
       sampled_values: ``(sampled [S], true_expected_count [B, T], sampled_expected_count
         [S])`` from a sampler other than the log-uniform one.
-      remove_accidental_hits: whether a drawn class is left out for examples that have it
-        as a true class.
+      remove_accidental_hits: whether a drawn class is left out where it is a true one.
       partition_strategy: for shards, as in :func:`embedding_lookup`.
       key: a ``jax.random`` key for the draw; needed without ``sampled_values``.
 
@@ -58,8 +57,7 @@ def sampled_softmax_loss(
       ``[B]``, the loss of each example. A label outside ``[0, V)`` makes it NaN.
 
     Gradient: under :func:`jslices.grad` those of ``weights`` and ``biases`` are
-    IndexedSlices of B T + S rows; a class that is both true and drawn has several, which
-    add.
+    IndexedSlices of B T + S rows; those of a class that is both true and drawn add.
 
     Raises:
       TypeError: if ``labels`` are not integers.
@@ -305,9 +303,8 @@ def fixed_unigram_candidate_sampler(
 ) -> Candidates:
     """Classes drawn by their counts: ``P(k) = counts[k] ** distortion / (sum of these)``.
 
-    Other arguments, the result and errors are those of
-    :func:`log_uniform_candidate_sampler`. A true class ``[*B]`` outside ``[0, N)`` is
-    expected 0 times.
+    All else is as in :func:`log_uniform_candidate_sampler`. A true class ``[*B]`` outside
+    ``[0, N)`` is expected 0 times.
 
     Args:
       unigrams: ``[N n - R]`` numbers, the count of each class but the reserved ones. Under

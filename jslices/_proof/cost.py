@@ -39,8 +39,7 @@ _WRITTEN_BY_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
 class Cost(NamedTuple):
     """What a compiled program costs each device.
 
-    The body of a loop counts once, except in ``traffic``, and so does every branch of a
-    conditional.
+    The body of a loop (except in ``traffic``) and every branch of a conditional count once.
     """
 
     argument_bytes: int  #: the memory of the arguments, with what the layout pads.

@@ -82,8 +82,7 @@ class Target:
 
         An array sharded over a mesh of as many devices, abstract ones or others, keeps axes
         and specification. Other arrays are divided along their first axis if ``by_rows``, a
-        bool or a tree of bools, says so, else replicated. A struct keeps its layout, if it
-        names one.
+        bool or a tree of bools, says so, else replicated. A struct keeps a layout it names.
         """
         rows = jax.tree.broadcast(by_rows, tree)
         return jax.tree.map(self._placed, tree, rows)

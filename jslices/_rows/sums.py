@@ -60,20 +60,17 @@ def sum_duplicates(
     """Sums the rows that share an index.
 
     Args:
-      values: ``[K, *D]`` of any dtype. 16-bit floats are summed in float32 and rounded
-        once.
+      values: ``[K, *D]`` of any dtype; 16-bit floats are summed in float32, rounded once.
       indices: ``[K]`` of any integer dtype; those out of range are dropped.
       num_rows: V, or None when unknown.
-      size: U, the static number of entries returned; None means ``min(K, V)``, which
-        always suffices.
+      size: U, the static number of entries returned; None: ``min(K, V)``, always enough.
       combine: a key of ``COMBINERS``.
       order: the order of the rows; ``"any"`` is fastest.
       on_cpu: whether a CPU will run it, if that is known.
 
     Returns:
       ``(values [U, *D], indices [U], distinct [])``: distinct rows and empty entries (index
-      V, zero values). ``distinct``, int32, is how many distinct rows there are, which may
-      be more than U.
+      V, zero values). ``distinct``, int32, counts all distinct rows, even those beyond U.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are

@@ -353,8 +353,7 @@ class IndexedSlices(Refusals):
     ) -> Any:
         """The mean of ``to_dense()`` over ``axis``, zeros included.
 
-        Args, result and cost are those of :meth:`sum`; integers give floats, as in
-        ``jnp.mean``.
+        All else is as in :meth:`sum`; integers give floats, as in ``jnp.mean``.
 
         Raises:
           ValueError: if the mean is over the rows and ``dense_shape`` is unknown.
@@ -384,8 +383,7 @@ class IndexedSlices(Refusals):
         """The sum of the squared magnitudes of ``to_dense()``: duplicates add first.
 
         Returns:
-          A scalar (after vmap ``[*B]``, one for each example), real; float32 for 16-bit
-          floats.
+          A real scalar (after vmap one for each example); float32 for 16-bit floats.
 
         Cost: that of :meth:`coalesce`.
 
@@ -395,8 +393,7 @@ class IndexedSlices(Refusals):
           >>> s.square_sum()
           Array(5., dtype=float32)
 
-        Source: ``tf.linalg.global_norm`` squares the values as they are, which is wrong
-        with duplicates.
+        Source: ``tf.linalg.global_norm``, which squares each value: wrong with duplicates.
         """
         wide = self
         if self.dtype.itemsize < 4:

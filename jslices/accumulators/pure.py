@@ -327,8 +327,7 @@ def dense_accumulator(
       reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
 
     Returns:
-      An accumulator with the methods of the one from :func:`sparse_accumulator`, and the
-      same errors.
+      An accumulator with the methods and errors of that of :func:`sparse_accumulator`.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

@@ -107,8 +107,7 @@ class Sizes:
     def moved_by_rows(self, distinct: float) -> float:
         """The fewest bytes that a step with row gradients must move.
 
-        The gradient is read once, and each distinct row of the table and of the state is
-        read and written.
+        The gradient is read once; each distinct row of table and state is read and written.
         """
         per_row = self.row_bytes + self.state_bytes / self.rows
         return self.ids * self.row_bytes + 2 * distinct * per_row

@@ -66,8 +66,7 @@ class Saver:
     ``path-00000-of-00004`` and so on. Every tensor and the header carry a checksum. A file
     is written under another name, flushed to the disk, and renamed, the state file
     together with the checkpoint: whatever happens in between, the last checkpoint can be
-    restored and the state file names it. The description in a file is checked when the
-    file is opened.
+    restored and the state file names it. Opening a file checks the description in it.
 
     If variables are spread over several processes, all of them call :meth:`save` and
     :meth:`restore`, with one path in a directory that they share. Values that each process
@@ -366,8 +365,7 @@ class Saver:
             Other variables are restored whole.
 
         Returns:
-          A tree like ``variables``; leaves that ``var_list`` leaves out are returned
-          unchanged.
+          A tree like ``variables``; leaves that ``var_list`` leaves out are unchanged.
 
         Raises:
           ValueError: if there is no checkpoint at ``path``.

@@ -63,8 +63,7 @@ def import_state(
         (``user.momentum1``, ``user.weight.momentum_1``), and a number a row be ``[V, 1]``.
         PyTorch's ``step`` may be among them. Without an ``ema``, the average that
         :func:`jslices.optim.params_ema` keeps begins at the parameter. An empty dict, or
-        None: never stepped; the state is that of ``tx.init`` after ``count`` steps without
-        a gradient.
+        None: never stepped; the state is that of ``count`` steps without a gradient.
       count: how many steps were taken: a number; or numbers in the structure of ``params``
         or a prefix of it; or None, each is the ``step`` of its slots. PyTorch counts no
         step for a parameter without a gradient. An optimizer of jslices counts every step

@@ -62,8 +62,7 @@ def adafactor(
     afterwards. Clip the gradients, skip such steps, or pass ``factored=False``, which keeps
     the damage in its row.
 
-    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
-    state.
+    Untouched rows: lazy. A row without gradient and its state are neither read nor written.
 
     Args:
       learning_rate: a number, a schedule of the step (from 0), or None for 1.
@@ -90,8 +89,7 @@ def adafactor(
       ValueError: for ``untouched="exact"``; from ``update``, for slices of a factored
         parameter of rank 3 or more.
 
-    Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
-    state.
+    Cost: a step reads and writes ``U * D`` elements of the parameter, ``U`` of the state.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

@@ -41,8 +41,7 @@ def rowwise_adagrad(
     and nor is its state. Exact: its weights decay when it catches up, as in a dense
     optimizer. Without weight decay both are the same, and the same as dense.
 
-    Arguments that are not listed are those of :func:`jslices.adagrad`; ``eps`` is added to
-    the root.
+    Other arguments are those of :func:`jslices.adagrad`; ``eps`` is added to the root.
 
     Args:
       weight_decay: a number, or a schedule of the step.

@@ -41,8 +41,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
     part of the state that mirrors the parameters are read, ``tx`` runs on those rows as if
     they were the whole array, and the rows are written back.
 
-    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is
-    its state.
+    Untouched rows: lazy. A row without gradient and its state are neither read nor written.
 
     ``tx`` must treat each row by itself, as nearly all do (Adam, RMSProp, Lion, clipping by
     value or by global norm, weight decay, schedules, chains and partitions of them). Its

@@ -80,8 +80,7 @@ def multi_steps(
         is one without rows (no gradient comes in), which fits everywhere.
 
     Cost: memory for ``k * K * D`` elements a table and one array for each dense leaf;
-    a call between the steps writes ``K * D``, the k-th one is a step of ``opt`` on
-    ``k * K`` rows.
+    a call between steps writes ``K * D``, the k-th is a step of ``opt`` on ``k * K`` rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js

@@ -151,8 +151,7 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
 
     Call it after the step:
     ``params = js.project_rows(js.apply_updates(params, updates), updates, 1.0)``. As only
-    touched rows can have grown, the whole table then stays within the limit if it starts
-    within it.
+    touched rows can have grown, a table that starts within the limit stays within it.
 
     Args:
       params: an array ``[V, *D]``, or a pytree of arrays.
@@ -168,8 +167,7 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
       holds NaN or an infinity becomes NaN.
 
     Raises:
-      TypeError: for row numbers, and slices whose indices a foreign ``tree.map`` has
-        changed.
+      TypeError: for row numbers, and indices that a foreign ``tree.map`` has changed.
       ValueError: for slices of an array of another shape, or a limit that is negative or
         not a single number.
 
