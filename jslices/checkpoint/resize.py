@@ -57,9 +57,8 @@ def resize_rows(
         of layers ``[L, V, D]`` become ``[L, V', D]``, or ``[L', V, D]``.
       rows: ``{name or pattern: numbers}``, for each of the V' new rows the number of the
         old one, or -1 for a new one, along the axis that changes, or the first; duplicates
-        are copies. Names are paths, ``"table"``,
-        ``"embed/embedding"``, and patterns such as ``"*/embedding"``. Other tables keep
-        their first rows: new ones are appended, and fewer rows are the first.
+        are copies. Names are paths, ``"embed/embedding"``; a pattern: ``"*/embedding"``.
+        Other tables keep their first rows: new ones are appended, last ones cut off.
 
     Returns:
       ``(params, state)`` in the structure of ``fresh`` and of ``tx.init(fresh)``, arrays

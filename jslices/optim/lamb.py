@@ -51,8 +51,7 @@ def lamb(
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
-      A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: 2 D
-      numbers.
+      A :class:`GradientTransformation`; ``update`` needs parameters. State per row: 2 D.
 
     Raises:
       ValueError: for ``untouched="exact"``.

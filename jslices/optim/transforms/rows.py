@@ -46,10 +46,9 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
     Args:
       slices: IndexedSlices with values ``[K, *D]``, or an array ``[V, *D]``.
       keep: which rows may move. bool ``[V]`` (``[L, V]`` where two axes number rows), by
-        row number; or a function that is given
-        the indices ``[K]`` (``V`` in empty entries) and returns bool ``[K]``; or bool
-        ``[K]``, entry by entry, where ``K`` is not ``V`` (where it is, or ``dense_shape``
-        is None, an array goes by row number: pass a function); or one bool for all.
+        row number; or a function from the indices ``[K]`` (``V`` in empty entries) to bool
+        ``[K]``; or bool ``[K]``, entry by entry, where ``K`` is not ``V`` (where it is, or
+        ``dense_shape`` is None, it is by row number: pass a function); or a bool for all.
 
     Returns:
       IndexedSlices with values ``[K, *D]`` and indices ``[K]``, in the order they came; or
