@@ -124,8 +124,7 @@ def in_batch_softmax_loss(
         corrects nothing, and popular items, which are often negatives, are punished.
 
     Returns:
-      ``[B]`` losses, float32 or wider. Gradients of tables that queries and items are
-      looked up in are rows.
+      ``[B]`` losses, float32 or wider. Gradients of tables that are looked up are rows.
 
     Raises:
       TypeError: if queries or items are not floats, or ``item_ids`` not integers.

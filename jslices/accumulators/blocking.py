@@ -25,8 +25,7 @@ SEVERAL = 4
 class ConditionalAccumulatorBase:
     """Steps, counts, closing and sharing by name: the same for rows and whole arrays.
 
-    An abstract base class. ``name=`` of a method is ignored everywhere: there are no
-    operations to name.
+    An abstract base class. ``name=`` of a method is ignored: there are no operations.
     """
 
     dtype: np.dtype  #: of the gradients

@@ -97,8 +97,7 @@ class Saver:
         from another Saver's ``as_saver_def()``.
       allow_empty: True allows a checkpoint without variables.
       pad_step_number: the step is written with at least eight digits.
-      save_relative_paths: the state file holds paths relative to its directory, so that
-        the directory can be moved.
+      save_relative_paths: the state file holds relative paths: its directory can be moved.
 
     Raises:
       TypeError: if ``var_list`` contains anything but names and handles, or for an
