@@ -99,16 +99,10 @@ class Number:
         )
 
     def __str__(self) -> str:
-        bounds = [
-            f"{words} {bound:g}"
-            for words, bound in (
-                ("of at least", self.at_least),
-                ("above", self.above),
-                ("of at most", self.at_most),
-                ("below", self.below),
-            )
-            if bound is not None
-        ]
+        words = "of at least", "above", "of at most", "below"
+        limits = self.at_least, self.above, self.at_most, self.below
+        pairs = zip(words, limits, strict=True)
+        bounds = [f"{word} {limit:g}" for word, limit in pairs if limit is not None]
         bounded = self.infinite or (self.at_most, self.below) != (None, None)
         noun = "an int" if self.integer else "a number" if bounded else "a finite number"
         schedule = ", or a schedule (a function of the step)" if self.schedule else ""

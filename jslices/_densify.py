@@ -14,12 +14,8 @@ import jax
 
 OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_LIBRARIES = tuple(
-    {
-        os.path.abspath(sysconfig.get_paths()[name]) + os.sep
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
-)
+_FOLDERS = "stdlib", "platstdlib", "purelib", "platlib"
+_LIBRARIES = tuple({os.path.abspath(sysconfig.get_paths()[x]) + os.sep for x in _FOLDERS})
 # Python's own "once per line" memory for the warnings issued here, by file; the cell of a
 # notebook is a file.
 _registry: dict[str, dict[Any, Any]] = {}
@@ -31,9 +27,8 @@ class DensificationWarning(UserWarning):
     Silence it with ``warnings.simplefilter("ignore", jslices.DensificationWarning)``,
     or make it fatal with ``"error"``.
 
-    It is issued while a program is traced. JAX remembers the traces of its own functions,
-    so that a second ``jnp.sum`` of slices of the same shapes is not traced, and does not
-    warn, again.
+    It is issued while a program is traced. JAX remembers the traces of its own functions: a
+    second ``jnp.sum`` of slices of the same shapes neither traces nor warns again.
     """
 
 
@@ -102,13 +97,8 @@ def warn_at_line(
     """Issues a warning that Python attributes to the user's line."""
     line = line or current_user_line()
     try:
-        warnings.warn_explicit(
-            message,
-            category,
-            filename=line.file,
-            lineno=line.line,
-            registry=_registry.setdefault(line.file, {}),
-        )
+        registry = _registry.setdefault(line.file, {})
+        warnings.warn_explicit(message, category, line.file, line.line, registry=registry)
     except category as warning:
         raise_at(line, warning)
 

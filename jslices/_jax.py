@@ -179,14 +179,8 @@ def define_keys(name: str, tag: Callable[[], str], words: int) -> tuple[Any, Any
     def refuse(*_: object) -> NoReturn:
         raise TypeError(f"these are {tag()}")
 
-    options: dict[str, Any] = {
-        "seed": refuse,
-        "split": refuse,
-        "random_bits": refuse,
-        "fold_in": refuse,
-    }
-    options |= {"name": name, "tag": tag}
-    spec: Any = define_prng_impl(key_shape=(words,), **options)
+    refused: Any = dict.fromkeys(("seed", "split", "random_bits", "fold_in"), refuse)
+    spec: Any = define_prng_impl(key_shape=(words,), name=name, tag=tag, **refused)  # type: ignore
     # One of that name is there if the package has been imported before.
     spec._impl = prng.prngs.setdefault(name, _Kind(*spec._impl))
     return spec, prng.KeyTy(spec._impl)
@@ -284,8 +278,7 @@ def one_for(out: jax.Array) -> jax.Array:
     the other.
     """
     sharding = jax.typeof(out).to_ct_aval().sharding
-    one: jax.Array = lax.full_like(out, 1, shape=(), sharding=sharding)
-    return one
+    return lax.full_like(out, 1, shape=(), sharding=sharding)  # type: ignore[no-any-return]
 
 
 def bind(
@@ -293,8 +286,7 @@ def bind(
 ) -> list[Any]:
     """Runs one equation on ``operands``, its name stack and source line preserved.
 
-    If all axes of a mesh are Auto they stay so, even if the types of the traced equation
-    say more.
+    If all axes of a mesh are Auto they stay so, whatever the types of the equation say.
 
     With ``as_function``, for equations that have an :func:`operation`, as the call of a
     jitted function. JAX linearizes a primitive anew each time, which takes twice as long as
@@ -409,8 +401,7 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
 def remat_options(params: dict[str, Any], passed: Sequence[bool]) -> dict[str, Any]:
     """The keyword arguments with which ``jax.checkpoint`` wraps the same function.
 
-    That function takes one more operand, which comes first, and only the ``passed`` ones of
-    the others.
+    That function takes one more operand first, and only the ``passed`` ones of the others.
     """
     prevent_cse = params.get("prevent_cse", True)
     if isinstance(prevent_cse, tuple):
@@ -450,7 +441,10 @@ def is_call_of_ours(eqn: Equation) -> bool:
 
 def _file_called(eqn: Equation) -> str:
     """The file of the function that an equation calls, as far as is known."""
-    return getattr(_debug_info(eqn), "func_filename", None) or ""
+    params = parameters(eqn)
+    program = params["traced"].jaxpr if "traced" in params else body(eqn)
+    info = getattr(program, "debug_info", None)
+    return getattr(info, "func_filename", None) or ""
 
 
 # What ``call_hi_primitive`` calls (jax 0.12 with ``jax_remat3``, ``jax_custom_jvp3`` and
@@ -508,12 +502,6 @@ def functions_behind(eqn: Equation) -> frozenset[Any]:
     return frozenset(functions)
 
 
-def _debug_info(eqn: Equation) -> Any:
-    params = parameters(eqn)
-    program = params["traced"].jaxpr if "traced" in params else body(eqn)
-    return getattr(program, "debug_info", None)
-
-
 def body(eqn: Equation) -> Program:
     """The sub-program of a call, a loop or a rematerialisation."""
     params = parameters(eqn)
@@ -553,8 +541,7 @@ def usual_promotion(fun: F) -> F:
     ``jax_numpy_dtype_promotion="strict"`` is for the program's own arrays: the arithmetic
     of Optax, which ours equals to the bit, multiplies float32 by an int32 step.
     """
-    usual: F = jax.numpy_dtype_promotion("standard")(fun)
-    return usual
+    return jax.numpy_dtype_promotion("standard")(fun)  # type: ignore[no-any-return]
 
 
 def flatten(
@@ -592,13 +579,9 @@ def broadcast_prefix(
 # ``jnp.sum(slices)`` and ``array + slices`` both ask the slices for an array through
 # ``__jax_array__``. The first must get one; the second must not, or Python never reaches
 # ``IndexedSlices.__radd__``, which adds the rows in place. JAX calls it straight from the
-# operator's own function (``_operator_add``, before that ``deferring_binary_op``). Should
-# that change, the sum is still right, but dense, and a test fails.
-_OPERATORS = (
-    *("_operator_add", "_operator_sub", "_operator_mul"),
-    *("_operator_radd", "_operator_rsub", "_operator_rmul"),
-    "deferring_binary_op",
-)
+# operator's own function, ``_operator_add``. Should that change, the sum is right, but
+# dense, and a test fails.
+_OPERATORS = {f"_operator_{name}" for name in ("add", "sub", "mul", "radd", "rsub", "rmul")}
 
 
 def called_by_jax_operator() -> bool:
@@ -608,8 +591,7 @@ def called_by_jax_operator() -> bool:
 
 def called_by_any_jax_operator() -> bool:
     """The same for all operators, ``array @ x`` and ``array < x`` included."""
-    name = sys._getframe(2).f_code.co_name
-    return name.startswith("_operator_") or name == "deferring_binary_op"
+    return sys._getframe(2).f_code.co_name.startswith("_operator_")
 
 
 #: What to type for functions that map over two trees.

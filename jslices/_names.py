@@ -44,8 +44,7 @@ def public(module: str) -> tuple[list[str], Callable[[], list[str]]]:
 def no_such_name(module: str, name: str) -> NoReturn:
     """Raise an AttributeError that says what to type.
 
-    That is the same name in another module, ``tree.map`` for ``tree_map``, or one that is
-    spelled almost alike.
+    The same name in another module, ``tree.map`` for ``tree_map``, or one spelled alike.
     """
     text = f"module {module!r} has no attribute {name!r}"
     if name.startswith("_"):

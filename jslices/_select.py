@@ -17,8 +17,7 @@ def sparse_mask(
 
     Args:
       a: IndexedSlices, ``values`` ``[K, *D]``, ``indices`` ``[K]``.
-      mask_indices: ``[M]`` integers, the rows to leave out. They need be neither in ``a``
-        nor unique.
+      mask_indices: ``[M]`` integers, the rows to leave out, unique or not, in ``a`` or not.
       size: U, the static number of entries of the result. None: as many as are kept, or K
         under jit, where that is not known.
 
@@ -59,10 +58,8 @@ def sparse_mask(
     if a.indices.ndim > 1:
         size = a.indices.shape[-1] if size is None else size
         return jax.vmap(lambda s: sparse_mask(s, masked, size))(a)
-    values, indices = _not_masked(
-        a.values, a.indices, masked, num_rows=a.num_rows, size=size
-    )
-    return slices_of(values, indices, a.dense_shape)
+    parts = _not_masked(a.values, a.indices, masked, num_rows=a.num_rows, size=size)
+    return slices_of(*parts, a.dense_shape)
 
 
 @on_any_mesh(everywhere)

@@ -124,8 +124,7 @@ def in_batch_softmax_loss(
         corrects nothing, and popular items, which are often negatives, are punished.
 
     Returns:
-      ``[B]`` losses, float32 or wider. Gradients of tables that queries and items are
-      looked up in are rows.
+      ``[B]`` losses, float32 or wider. Gradients of tables that are looked up are rows.
 
     Raises:
       TypeError: if queries or items are not floats, or ``item_ids`` not integers.
@@ -260,5 +259,4 @@ def _largest(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     is_long = scores.shape[-1] >= _SHORTEST_BY_ROUNDS and scores.dtype == jnp.float32
     if not (is_long and _ROUND < k <= _MOST_BY_ROUNDS):
         return at_once(scores)
-    result: Any = lax.platform_dependent(scores, cuda=by_rounds, default=at_once)
-    return result  # type: ignore[no-any-return]
+    return lax.platform_dependent(scores, cuda=by_rounds, default=at_once)  # type: ignore[no-any-return]

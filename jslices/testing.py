@@ -69,8 +69,7 @@ def assert_in_place(
       donate_argnums: as in ``jax.jit``; a step that is jitted already has its own.
       min_bytes: smaller arrays are ignored. The default is an eighth of the largest
         argument, and at least 1 MB: XLA often copies the weights of dense layers, whose
-        old values the gradients of other layers need, and next to a table that costs
-        little.
+        old values other gradients need; next to a table that costs little.
       device: compiles for this device, which need not exist here: see :func:`devices`. On
         several devices an argument keeps its sharding over a mesh of as many, which may be
         a ``jax.sharding.AbstractMesh``, and is replicated if it has none. The default is

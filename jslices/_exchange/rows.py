@@ -72,7 +72,7 @@ def rows_from_elsewhere(
     rows = exchanged_rows(table, located, slot, plan)[:count]
     if fills:
         missing = missing_value(rows.dtype) if fill_value is None else fill_value
-        rows = where_rows(good, rows, jnp.asarray(missing, rows.dtype))
+        rows = where_rows(good, rows, missing)
     return rows, indices
 
 
@@ -90,13 +90,11 @@ def locate(
     ids = jnp.pad(ids, beyond, constant_values=height)
     has_grad = jnp.pad(record, beyond, constant_values=height) < height
     ids = placement.by_device(ids, plan.sizes)
-    batch = placement.by_batch
     find = functools.partial(_locate, plan)
-    specs = _split(placement), placement.by_rows
-    result: tuple[Located, jax.Array] = on_each_device(
-        placement, find, (placement.by_rows, batch, batch), specs, whole_rows=False
-    )(placement.numbers(), ids, has_grad)
-    return result
+    specs = placement.by_rows, placement.by_batch, placement.by_batch
+    out = _split(placement), placement.by_rows
+    run = on_each_device(placement, find, specs, out, whole_rows=False)
+    return run(placement.numbers(), ids, has_grad)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -110,28 +108,19 @@ def exchanged_rows(
     The gradient goes to the cotangent slot: its entries are on the devices that hold
     their rows. Ids that did not fit read NaN.
     """
-    del slot
     placement, room = plan.placement, plan.placement.shards * plan.capacity
     # Each reads its own rows where columns are left to XLA, and has them whole only then.
     known = jax.P(*(x if x in placement.known else None for x in placement.batch))
-    read = on_each_device(
-        placement,
-        functools.partial(_read, plan),
-        (placement.by_rows, placement.as_table, known),
-        known,
-    )
+    specs = placement.by_rows, placement.as_table, known
+    read = on_each_device(placement, functools.partial(_read, plan), specs, known)
     # Rows ``[*devices, n, *D]``.
     spec = jax.P(*placement.batch, None, *placement.columns)
 
     def sent(send: Callable[..., jax.Array], requested: jax.Array) -> jax.Array:
-        rows: jax.Array = on_each_device(
-            placement,
-            send,
-            (spec, placement.by_batch),
-            placement.by_batch_and_columns,
-            whole_rows=False,
-        )(read(placement.numbers(), table, requested), located.places)
-        return rows
+        specs, out = (spec, placement.by_batch), placement.by_batch_and_columns
+        run = on_each_device(placement, send, specs, out, whole_rows=False)
+        rows = read(placement.numbers(), table, requested)
+        return run(rows, located.places)  # type: ignore[no-any-return]
 
     return _either_way(
         plan,
@@ -149,13 +138,10 @@ def _forward(
 
 def _backward(plan: ExchangePlan, located: Located, rows: jax.Array) -> Any:
     placement = plan.placement
-    send = on_each_device(
-        placement,
-        functools.partial(_send_back, plan),
-        (placement.by_rows, placement.by_batch_and_columns, _split(placement)),
-        placement.by_rows_and_columns,
-        whole_rows=False,
-    )
+    back = functools.partial(_send_back, plan)
+    specs = placement.by_rows, placement.by_batch_and_columns, _split(placement)
+    out = placement.by_rows_and_columns
+    send = on_each_device(placement, back, specs, out, whole_rows=False)
     return None, None, send(placement.numbers(), rows, located)
 
 
@@ -218,7 +204,6 @@ def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax
 
 def _summed_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
     """The same, of all that devices ask for."""
-    del places
     rows = _own_rows(plan, rows)
     return lax.psum_scatter(rows, plan.placement.rows, tiled=True)
 
@@ -244,7 +229,7 @@ def _send_back(
     def gathered() -> jax.Array:
         every = _gathered(placement.rows, rows)
         own = _own(plan, number, located.requested.reshape(-1))
-        return where_rows(own, every, jnp.zeros((), rows.dtype))
+        return where_rows(own, every)
 
     values = _either_way(plan, located.overflowed, swapped, gathered)
     return _gathered(placement.repeated, values)
@@ -263,8 +248,7 @@ def _either_way(
     gathered: Callable[[], jax.Array],
 ) -> jax.Array:
     if plan.falls_back:
-        result: jax.Array = lax.cond(overflowed, gathered, swapped)
-        return result
+        return lax.cond(overflowed, gathered, swapped)  # type: ignore[no-any-return]
     return swapped() if plan.way == "all_to_all" else gathered()
 
 

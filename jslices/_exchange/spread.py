@@ -38,8 +38,7 @@ def spread_ids(
       inverse: takes rows instead, and returns the id of each.
 
     Returns:
-      ``[...]`` int32, int64 where ``ids`` are or V needs it; distinct ids give distinct
-      rows.
+      ``[...]`` int32, int64 where ``ids`` are or V needs it; distinct for distinct ids.
 
     Raises:
       InvalidArgumentError: for a negative V or ``shards`` below 1.

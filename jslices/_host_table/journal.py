@@ -349,9 +349,7 @@ def _forget_all() -> None:
         journal.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
-
+os.register_at_fork(after_in_child=_forget_all)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -451,20 +449,13 @@ def read_body(path: str, journal: str, head: Head) -> list[FilePart]:
             raise ValueError
         _, *pieces = np.split(body, np.cumsum(sizes))[:-1]
         checksum = zlib.crc32(body[: sum(sizes[: len(parts) + 1])].data)
-        whole = []
-        for part, start, words in zip(
-            parts, pieces[: len(parts)], pieces[len(parts) :], strict=True
-        ):
+        whole, count = [], len(parts)
+        for part, start, words in zip(parts, pieces[:count], pieces[count:], strict=True):
             checksum = _checksum(words, checksum)
-            rows = start[: 8 * part.height].view(np.int64)
-            whole.append(
-                part._replace(
-                    file=os.path.realpath(os.path.join(folder, part.file)),
-                    rows=rows,
-                    words=words.reshape(part.height, part.record),
-                    values=start[8 * part.height :],
-                )
-            )
+            rows, values = np.split(start, [8 * part.height])
+            file = os.path.realpath(os.path.join(folder, part.file))
+            rows, words = rows.view(np.int64), words.reshape(part.height, part.record)
+            whole.append(part._replace(file=file, rows=rows, words=words, values=values))
         if checksum == head.checksum:
             return whole
     raise DataLossError(

@@ -173,9 +173,7 @@ class Layout:
     ) -> tuple[jax.Array, State]:
         """Unpack records ``[n, words]`` into a table ``[n, *D]`` and its state."""
         columns = jnp.split(words[:, :-1], np.cumsum(self._widths)[:-1], axis=1)
-        table, *of_rows = (
-            _from_words(x, field) for x, field in zip(columns, self.fields, strict=True)
-        )
+        table, *of_rows = map(_from_words, columns, self.fields)
         rows, rest = iter(of_rows), iter(shared)
         leaves = [next(rows) if by_row else next(rest) for by_row in self.by_row]
         return table.astype(self.dtype), self.tree.unflatten(leaves)

@@ -281,11 +281,8 @@ class Offsets(NamedTuple):
     def log(self, number: int) -> int:
         """The log of this number; they follow the records."""
         end = self.first + self.rows * self.record
-        return (
-            end
-            if not self.logs
-            else _whole_pages(end) + LOG_STEPS * sum(self.logs[:number])
-        )
+        first = _whole_pages(end) if self.logs else end
+        return first + LOG_STEPS * sum(self.logs[:number])
 
 
 def offsets_in(head: bytes) -> Offsets:

@@ -74,8 +74,7 @@ class HostRows:
           state: the optimizer's state of it.
           key: where rows are stored in fewer bits (``HostTable(stored=...)``), a random
             key, another one in each step. Elements are rounded up or down at random, right
-            in the mean, by bits that depend only on the key, the number of the row and the
-            place in it.
+            in the mean, by bits that depend only on the key, the row and the place in it.
 
         Raises:
           InvalidArgumentError: for arrays of other shapes or dtypes; without a key where
@@ -83,14 +82,13 @@ class HostRows:
         """
         narrow = self.layout.fields[0].dtype
         if self.layout.is_narrow == (key is None):
+            wanted = (
+                "needs a random key to round them; type "
+                "key=jax.random.fold_in(jax.random.key(0), step)"
+            )
+            wanted = wanted if key is None else "rounds nothing: leave the key out"
             raise InvalidArgumentError(
-                f"rows.pack(table, state, key) of rows that are stored as {narrow} "
-                + (
-                    "needs a random key to round them; type "
-                    "key=jax.random.fold_in(jax.random.key(0), step)"
-                    if key is None
-                    else "rounds nothing: leave the key out"
-                )
+                f"rows.pack(table, state, key) of rows that are stored as {narrow} {wanted}"
             )
 
         def rounded(table: jax.Array) -> jax.Array:
@@ -150,11 +148,9 @@ def initial_records(
         return packed  # they begin with the table; the others now, and have missed no step
     _, state = layout.unpack(packed[0], shared)
     _, later = tx.flush(start, state)
-
-    def begin_row(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-        return new if ".clock" in jax.tree_util.keystr(path) else old
-
-    return records_of(jax.tree_util.tree_map_with_path(begin_row, state, later))
+    is_clock = lambda path: ".clock" in jax.tree_util.keystr(path)  # noqa: E731
+    begin = lambda path, old, new: new if is_clock(path) else old  # noqa: E731
+    return records_of(jax.tree.map_with_path(begin, state, later))
 
 
 @jax.jit

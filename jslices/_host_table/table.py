@@ -72,8 +72,7 @@ class HostTable(Journaled):
         which must be float32, and ``rows.pack(table, state, key)`` rounds them
         stochastically. The state is stored as the optimizer has it.
       size: U, room for the distinct rows of a batch. None makes room for those of the first
-        batch and some more, and more still when a batch needs it; the step is then compiled
-        anew.
+        batch and some more; for a batch that needs more the step is compiled anew.
       device: a ``jax.Device``, or a sharding to copy rows to all devices of a mesh; None
         for the default device.
       overlap: whether rows are written back while the next step runs, and those of the next
@@ -166,9 +165,8 @@ class HostTable(Journaled):
             self._layout = dataclasses.replace(
                 self._layout, keyed=self._ids.made_by, width=self._ids.width
             )
-        _, shared = on_device.initial_records(
-            self._layout, jnp.zeros((1, *self._row), self.dtype)
-        )
+        start = jnp.zeros((1, *self._row), self.dtype)
+        _, shared = on_device.initial_records(self._layout, start)
         #: The values that all rows share at the beginning, the number of steps first.
         self._shared = [np.zeros((), np.int64), *map(np.asarray, shared)]
         self._path = None if path is None else arguments.real(path)
@@ -548,8 +546,7 @@ class HostTable(Journaled):
         here. One that never began does so by the ``init`` with which the copy is opened.
 
         Raises:
-          InvalidArgumentError: for the file of this table itself; for ``rows`` that are not
-            there.
+          InvalidArgumentError: for the table's own file; for ``rows`` that are not there.
           FailedPreconditionError: for a file that is open as another table.
           OSError: if it cannot be written.
         """
@@ -601,8 +598,7 @@ class HostTable(Journaled):
 
         With ``untouched="exact"`` they have missed no step, and are all written, as
         :meth:`reset` does it and :func:`jslices.checkpoint.resize_rows`. A file is copied
-        to a new one, which replaces it when complete: the disk needs room for both until
-        then.
+        to a new one, which replaces it when complete: the disk needs room for both.
 
         Args:
           num_rows: V from now on.
@@ -667,8 +663,7 @@ class HostTable(Journaled):
         """Tables that are fetched and stored as one, in steps that all files have or none.
 
         Args:
-          tables: names and tables. From now on they are closed together; they can still be
-            used one by one.
+          tables: names and tables. They stay usable one by one, but are closed together.
 
         Returns:
           An object with ``fetch(ids)`` and ``store(rows)``, which take and give dicts of

@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 from jslices._arguments import OneOf
 from jslices._jax import takes_tables
 from jslices._lookup.columns import Matrix, bags_of, columns_of, is_of_kind
-from jslices._lookup.embedding import STRATEGY, Tables, as_tables, read_rows
+from jslices._lookup.embedding import Tables, as_tables, read_rows
 from jslices._place.boundary import by_first_axis, looked_up, on_any_mesh
 from jslices._rows.access import canonical_indices, per_row, static_int, where_rows
-from jslices._rows.ids import as_ids, check_mode
+from jslices._rows.ids import as_ids
 from jslices._rows.sums import add_rows, widened
 from jslices._typing import PyTree
 
@@ -99,14 +99,8 @@ def embedding_lookup_sparse(
 
     Source: ``tf.nn.embedding_lookup_sparse``; ``"max"`` is from ``torch.nn.EmbeddingBag``.
     """
-    return _look_up_bags(
-        "embedding_lookup_sparse",
-        (params, sp_ids, sp_weights, mask),
-        combiner=combiner,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-    )
+    arrays, how = (params, sp_ids, sp_weights, mask), (partition_strategy, mode, max_norm)
+    return _look_up_bags("embedding_lookup_sparse", arrays, combiner, how)
 
 
 @takes_tables(sparse=True)
@@ -158,34 +152,25 @@ def safe_embedding_lookup_sparse(
 
     Source: ``tf.nn.safe_embedding_lookup_sparse``.
     """
-    return _look_up_bags(
-        "safe_embedding_lookup_sparse",
-        (embedding_weights, sparse_ids, sparse_weights, mask),
-        combiner=combiner,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-        only_good=True,
-        default_id=default_id,
-    )
+    caller, how = "safe_embedding_lookup_sparse", (partition_strategy, mode, max_norm)
+    arrays = embedding_weights, sparse_ids, sparse_weights, mask
+    return _look_up_bags(caller, arrays, combiner, how, True, default_id)
 
 
 def _look_up_bags(
     caller: str,
     arrays: tuple[Tables, BagsOfIds | None, ArrayLike | Matrix | None, ArrayLike | None],
-    *,
     combiner: str | None,
-    strategy: str,
-    mode: str,
-    max_norm: float | jax.Array | None,
+    how: tuple[str, str, float | jax.Array | None],
     only_good: bool = False,
     default_id: int | None = None,
 ) -> jax.Array:
-    """The bags of a table, ids, weights and a mask; of the good ids where ``only_good``."""
+    """The bags of a table, ids, weights and a mask; of the good ids where ``only_good``.
+
+    ``how`` rows are read: by a partition strategy, a mode and a largest norm.
+    """
     combiner = "mean" if combiner is None else combiner
     COMBINER.check(caller, "combiner", combiner)
-    check_mode(mode, caller)
-    STRATEGY.check(caller, "partition_strategy", strategy)
     params, sp_ids, sp_weights, mask = arrays
     shape = None
     if sp_ids is None:
@@ -216,16 +201,7 @@ def _look_up_bags(
             ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
             ids = jnp.append(ids, jnp.asarray(default, ids.dtype))
             keep = jnp.append(keep, ~filled.all())
-        rows = read_rows(
-            tables,
-            ids,
-            caller,
-            strategy=strategy,
-            mode=mode,
-            max_norm=max_norm,
-            keep=keep,
-            original=bags.original,
-        )
+        rows = read_rows(tables, ids, caller, *how, keep=keep, original=bags.original)
         if default_id is None:
             combined = _combine(rows, bags, combiner)
         else:
@@ -312,10 +288,8 @@ def _check_form(sp_ids: BagsOfIds, caller: str) -> None:
 def _is_ragged(x: object) -> bool:
     if not isinstance(x, list):
         return False
-    bags: list[Any] = [
-        y for y in x if isinstance(y, list | tuple) or getattr(y, "ndim", 0) > 0
-    ]
-    return len({len(bag) for bag in bags}) > 1
+    is_bag = lambda y: isinstance(y, list | tuple) or getattr(y, "ndim", 0) > 0  # noqa: E731
+    return len(set(map(len, filter(is_bag, x)))) > 1
 
 
 def _refuse_features(sp_ids: BagsOfIds, num_rows: int, caller: str) -> None:
@@ -429,11 +403,8 @@ def _weights(
 ) -> jax.Array | None:
     if original is None:
         return None
-    if (
-        is_of_kind(original, "BCOO")
-        and is_of_kind(sp_ids, "BCOO")
-        and _differ(original, sp_ids)
-    ):
+    is_bcoo = is_of_kind(original, "BCOO")
+    if is_bcoo and is_of_kind(sp_ids, "BCOO") and _differ(original, sp_ids):
         raise ValueError(
             f"{caller} got ids and weights in BCOO matrices of different indices, and "
             "matches them by position; make both of the same indices"
@@ -443,7 +414,7 @@ def _weights(
             f"{caller}(sp_weights={original!r}): wanted a number for each id; for the "
             f"combiner type combiner={original!r}"
         )
-    weights = jnp.asarray(original.data if is_of_kind(original, "BCOO") else original)
+    weights = jnp.asarray(original.data if is_bcoo else original)
     if weights.shape != tuple(shape):
         raise ValueError(
             f"{caller} wants one weight for each id, {list(shape)}, got "
@@ -480,7 +451,7 @@ def _combine(rows: jax.Array, bags: Bags, combiner: str) -> jax.Array:
 
     def total(x: jax.Array) -> jax.Array:
         if bags.padded:
-            x = where_rows(segments < count, x, jnp.zeros((), x.dtype))
+            x = where_rows(segments < count, x)
             return x.reshape(count, -1, *x.shape[1:]).sum(1)
         return add_rows(jnp.zeros((count, *x.shape[1:]), x.dtype), segments, x)
 

@@ -15,13 +15,7 @@ from jslices._densify import current_user_line
 from jslices._jax import takes_tables
 from jslices._lookup.mark import mark_table
 from jslices._place.boundary import looked_up, on_any_mesh
-from jslices._rows.access import (
-    canonical_indices,
-    index_dtype,
-    missing_value,
-    per_row,
-    take_rows,
-)
+from jslices._rows import access
 from jslices._rows.ids import as_ids, check_mode, on_host, refuse_bad_ids, settle
 
 #: A table, or its shards.
@@ -54,8 +48,7 @@ def embedding_lookup(
         ``i // n`` of shard ``i % n``. ``"div"``: the shards follow one another.
       max_norm: rows of a larger L2 norm are scaled down to it as they are read; the table
         itself is not changed. The gradient goes through the scaling.
-      padding_id: this id reads zeros and contributes no gradient. It need not be a row of
-        the table.
+      padding_id: this id reads zeros and contributes no gradient; it need not be a row.
       mode: what an id outside ``[0, V)`` reads; a negative id never wraps round.
         ``"fill"`` (or ``"drop"``): NaN (of an integer table the smallest integer), so that
         it is noticed, and no gradient. ``"clip"``: the nearest row, which then gets the
@@ -63,8 +56,7 @@ def embedding_lookup(
         ``"check"``: it is an error.
 
     Returns:
-      ``[*B, *D]`` of the dtype of ``params``. Duplicate ids read the same row, and their
-      gradients add up.
+      ``[*B, *D]`` of the dtype of ``params``. The gradients of duplicate ids add up.
 
     Raises:
       TypeError: if ``ids`` are not integers, ``max_norm`` is not one number, or it is given
@@ -96,20 +88,10 @@ def embedding_lookup(
     zeros on a GPU; ``padding_id`` is PyTorch's ``padding_idx``.
     """
     caller = "embedding_lookup"
-    check_mode(mode, caller)
-    STRATEGY.check(caller, "partition_strategy", partition_strategy)
     tables, numbers = as_tables(params, caller), as_ids(ids, caller)
     keep = None if padding_id is None else ~is_padding(ids, numbers, padding_id)
-    return read_rows(
-        tables,
-        numbers,
-        caller,
-        strategy=partition_strategy,
-        mode=mode,
-        max_norm=max_norm,
-        keep=keep,
-        original=ids,
-    )
+    how = partition_strategy, mode, max_norm
+    return read_rows(tables, numbers, caller, *how, keep=keep, original=ids)
 
 
 def is_padding(original: ArrayLike, ids: jax.Array, padding_id: int) -> jax.Array:
@@ -130,28 +112,28 @@ def read_rows(
     tables: list[jax.Array],
     ids: jax.Array,
     caller: str,
-    *,
     strategy: str,
     mode: str,
-    max_norm: float | jax.Array | None = None,
-    keep: jax.Array | None = None,
-    original: ArrayLike | None = None,
+    max_norm: float | jax.Array | None,
+    *,
+    keep: jax.Array | None,
+    original: ArrayLike,
 ) -> jax.Array:
     """Rows ``[*B, *D]`` of a table in one or more shards.
 
     Args:
-      keep: ``[*B]`` bool; where False the id may be anything, the row is zero and gets no
-        gradient.
+      keep: ``[*B]`` bool; False: the row is zero and gets no gradient, whatever the id.
       original: the ids as the user passed them, for the message of mode ``"check"``: in the
         same order, but perhaps of another shape and without good ids added at the end.
     """
+    check_mode(mode, caller)
+    STRATEGY.check(caller, "partition_strategy", strategy)
     for table in tables if not is_on_host(ids) else []:
         refuse_host_memory(caller, table)
     heights = [table.shape[0] for table in tables]
     count = _num_ids(heights, strategy, caller, mode)
-    index_dtype(count, np.dtype(ids.dtype))  # refuses a table that 32-bit ids cannot reach
+    access.index_dtype(count, np.dtype(ids.dtype))  # refuses one of too many rows
     if mode == "check":
-        original = ids if original is None else original
         exempt = None
         if keep is not None:
             shape = as_ids(original, caller).shape
@@ -179,7 +161,8 @@ def _read(
     if len(tables) == 1 and keep is None:
         direct = mode if mode in ("clip", "promise_in_bounds") else "fill"
         if ids.dtype.itemsize == 8 and direct == "fill":
-            ids = canonical_indices(ids, count)  # JAX cuts them to 32 bits (jax 0.12)
+            # JAX cuts them to 32 bits (jax 0.12).
+            ids = access.canonical_indices(ids, count)
         return _take(tables[0], ids, mode=direct)
     settled = settle(ids, count, mode if mode == "clip" else "drop")
     settled = settled if keep is None else jnp.where(keep, settled, count)
@@ -187,7 +170,7 @@ def _read(
     rows = _read_shards(tables, settled, heights, strategy)
     if keep is None:
         return rows
-    return jnp.where(per_row(keep, rows), rows, jnp.zeros((), rows.dtype))
+    return access.where_rows(keep, rows)
 
 
 def _read_shards(
@@ -195,18 +178,18 @@ def _read_shards(
 ) -> jax.Array:
     if len(tables) == 1:
         return _take(tables[0], ids)
-    missing = missing_value(np.dtype(tables[0].dtype))
+    missing = access.missing_value(np.dtype(tables[0].dtype))
     rows: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), missing)
     places = _local_rows(ids, heights, strategy)
     for table, (own, local) in zip(tables, places, strict=True):
         # An id of another shard reads zeros, not NaN, which could leak into a gradient.
         mine = _take(table, local, fill_value=0)
-        rows = jnp.where(per_row(own, mine), mine, rows)
+        rows = access.where_rows(own, mine, rows)
     return rows
 
 
 def _take(table: jax.Array, ids: jax.Array, **how: Any) -> jax.Array:
-    rows = take_rows(table, ids, **how)
+    rows = access.take_rows(table, ids, **how)
     if table.shape[0] or not jnp.issubdtype(table.dtype, jnp.inexact):
         return rows
     # A table without rows is not gathered from. Adding the sum of a slice of no rows

@@ -49,8 +49,7 @@ def sampled_softmax_loss(
       num_true: T.
       sampled_values: ``(sampled [S], true_expected_count [B, T], sampled_expected_count
         [S])`` from a sampler other than the log-uniform one.
-      remove_accidental_hits: whether a drawn class is left out for examples that have it
-        as a true class.
+      remove_accidental_hits: whether a drawn class is left out where it is a true one.
       partition_strategy: for shards, as in :func:`embedding_lookup`.
       key: a ``jax.random`` key for the draw; needed without ``sampled_values``.
 
@@ -58,8 +57,7 @@ def sampled_softmax_loss(
       ``[B]``, the loss of each example. A label outside ``[0, V)`` makes it NaN.
 
     Gradient: under :func:`jslices.grad` those of ``weights`` and ``biases`` are
-    IndexedSlices of B T + S rows; a class that is both true and drawn has several, which
-    add.
+    IndexedSlices of B T + S rows; those of a class that is both true and drawn add.
 
     Raises:
       TypeError: if ``labels`` are not integers.
@@ -80,16 +78,10 @@ def sampled_softmax_loss(
     Source: ``tf.nn.sampled_softmax_loss`` (Jean et al., 2014, arXiv:1412.2007); there the
     draw is not reproducible by a key.
     """
-    logits, targets = _sampled_logits(
-        (weights, biases),
-        (labels, inputs),
-        sampled_values,
-        key,
-        caller="sampled_softmax_loss",
-        counts=(num_sampled, num_classes, num_true),
-        remove_accidental_hits=remove_accidental_hits,
-        partition_strategy=partition_strategy,
-    )
+    arrays = (weights, biases), (labels, inputs), sampled_values, key
+    counts, caller = (num_sampled, num_classes, num_true), "sampled_softmax_loss"
+    how: Any = {"remove_hits": remove_accidental_hits, "strategy": partition_strategy}
+    logits, targets = _sampled_logits(*arrays, caller=caller, counts=counts, **how)
     return -jnp.sum(targets * jax.nn.log_softmax(logits), -1)
 
 
@@ -127,16 +119,10 @@ def nce_loss(
 
     Source: ``tf.nn.nce_loss`` (Gutmann and Hyvarinen, 2010).
     """
-    logits, targets = _sampled_logits(
-        (weights, biases),
-        (labels, inputs),
-        sampled_values,
-        key,
-        caller="nce_loss",
-        counts=(num_sampled, num_classes, num_true),
-        remove_accidental_hits=remove_accidental_hits,
-        partition_strategy=partition_strategy,
-    )
+    arrays = (weights, biases), (labels, inputs), sampled_values, key
+    counts = num_sampled, num_classes, num_true
+    how: Any = {"remove_hits": remove_accidental_hits, "strategy": partition_strategy}
+    logits, targets = _sampled_logits(*arrays, caller="nce_loss", counts=counts, **how)
     losses = jnp.maximum(logits, 0) - logits * targets
     return jnp.sum(losses + jnp.log1p(jnp.exp(-jnp.abs(logits))), -1)
 
@@ -150,8 +136,8 @@ def _sampled_logits(
     *,
     caller: str,
     counts: tuple[int, int, int],
-    remove_accidental_hits: bool,
-    partition_strategy: str,
+    remove_hits: bool,
+    strategy: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Logits and targets ``[B, T + S]``, those of the true classes first."""
     num_sampled, num_classes, num_true = counts
@@ -171,10 +157,7 @@ def _sampled_logits(
     # The dtype of the labels may be too narrow for some class that is drawn.
     wide = jnp.promote_types(jnp.promote_types(labels.dtype, sampled.dtype), jnp.int32)
     ids = jnp.concatenate([labels.reshape(-1).astype(wide), sampled.astype(wide)])
-    rows, offsets = (
-        embedding_lookup(table, ids, partition_strategy=partition_strategy)
-        for table in tables
-    )
+    rows, offsets = (embedding_lookup(x, ids, partition_strategy=strategy) for x in tables)
     count, dtype = labels.size, rows.dtype
     true_rows = rows[:count].reshape(*labels.shape, rows.shape[-1])
     true = jnp.einsum("bd,btd->bt", inputs, true_rows)
@@ -182,7 +165,7 @@ def _sampled_logits(
     drawn = inputs @ rows[count:].T + offsets[None, count:]
     true -= jnp.log(of_true).astype(dtype)
     drawn -= jnp.log(of_sampled).astype(dtype)[None]
-    if remove_accidental_hits:
+    if remove_hits:
         hits = (labels[:, :, None] == sampled[None, None]).any(1)
         drawn = jnp.where(hits, jnp.finfo(drawn.dtype).min, drawn)
     logits = jnp.concatenate([true, drawn], 1)
@@ -320,9 +303,8 @@ def fixed_unigram_candidate_sampler(
 ) -> Candidates:
     """Classes drawn by their counts: ``P(k) = counts[k] ** distortion / (sum of these)``.
 
-    Other arguments, the result and errors are those of
-    :func:`log_uniform_candidate_sampler`. A true class ``[*B]`` outside ``[0, N)`` is
-    expected 0 times.
+    All else is as in :func:`log_uniform_candidate_sampler`. A true class ``[*B]`` outside
+    ``[0, N)`` is expected 0 times.
 
     Args:
       unigrams: ``[N n - R]`` numbers, the count of each class but the reserved ones. Under
@@ -425,9 +407,8 @@ def _draw(
     fraction = jax.random.uniform(where, (count,)) * width
     offset = jnp.expm1(fraction * math.log(2.0)) * jnp.exp2(jnp.minimum(octave, 23))
     shift = jnp.maximum(octave - 23, 0)
-    bits = jax.random.bits(low, (count,), jnp.uint32) & ((1 << shift) - 1).astype(
-        jnp.uint32
-    )
+    mask = ((1 << shift) - 1).astype(jnp.uint32)
+    bits = jax.random.bits(low, (count,), jnp.uint32) & mask
     numbers = (offset.astype(jnp.int32) << shift) + bits.astype(jnp.int32)
     return jnp.minimum((1 << octave) - 1 + numbers, range_max - 1)
 

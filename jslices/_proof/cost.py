@@ -39,8 +39,7 @@ _WRITTEN_BY_ROWS = {"dynamic-update-slice": 1, "scatter": 2}
 class Cost(NamedTuple):
     """What a compiled program costs each device.
 
-    The body of a loop counts once, except in ``traffic``, and so does every branch of a
-    conditional.
+    The body of a loop (except in ``traffic``) and every branch of a conditional count once.
     """
 
     argument_bytes: int  #: the memory of the arguments, with what the layout pads.
@@ -96,11 +95,8 @@ def table_copies(module: Module) -> int:
     """How many arrays with as many elements as the largest argument are copied."""
     sizes = [math.prod(each.arrays[0].dims) for each in module.parameters().values()]
     largest = max(sizes, default=0)
-    return sum(
-        math.prod(each.arrays[0].dims) >= largest > 1
-        for each in module.run()
-        if module.copied(each) is not None
-    )
+    copies = (each for each in module.run() if module.copied(each) is not None)
+    return sum(math.prod(each.arrays[0].dims) >= largest > 1 for each in copies)
 
 
 def kernels(module: Module) -> dict[str, int]:

@@ -9,6 +9,7 @@ So for each value there is one instruction that made its memory: :meth:`Module.m
 """
 
 import contextlib
+import itertools
 import math
 import re
 import warnings
@@ -311,9 +312,8 @@ class Module:
             return self.operand(caller, first), index
         if op in ("call", "conditional"):
             ways = [self.maker(self.result(name), index) for name in self.called(each)]
-            own = [
-                x for x in ways if x[0].opcode != "parameter" and x[0].where != each.where
-            ]
+            made = [x for x in ways if x[0].opcode != "parameter"]
+            own = [x for x in made if x[0].where != each.where]
             return (own or ways)[0]
         return self._through_fusion(each, index, _RENAMES, _WRITES)
 
@@ -497,38 +497,24 @@ def compiled(
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    memory = executable.memory_analysis()
-    return Program(
-        name,
-        traced.jaxpr,
-        Module(executable.as_text()),
-        _leaves(lowered.args_info, executable.input_formats),
-        [
-            Leaf(f"result{jax.tree_util.keystr(path)}", x.shape, x.dtype)
-            for path, x in jax.tree_util.tree_leaves_with_path(traced.out_info)
-        ],
-        Memory(
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-            memory.alias_size_in_bytes,
-            memory.temp_size_in_bytes,
-        ),
-        densified,
-    )
+    module, sizes = Module(executable.as_text()), executable.memory_analysis()
+    kinds = "argument", "output", "alias", "temp"
+    memory = Memory(*(getattr(sizes, f"{kind}_size_in_bytes") for kind in kinds))
+    leaves = _leaves(lowered.args_info, executable.input_formats)
+    outputs = [
+        Leaf(f"result{jax.tree_util.keystr(path)}", x.shape, x.dtype)
+        for path, x in jax.tree_util.tree_leaves_with_path(traced.out_info)
+    ]
+    return Program(name, traced.jaxpr, module, leaves, outputs, memory, densified)
 
 
 def _leaves(args_info: Any, formats: Any) -> list[Leaf]:
     infos = jax.tree_util.tree_leaves_with_path(args_info)
     is_format = lambda x: hasattr(x, "layout")  # noqa: E731
-    leaves, number = [], 0
-    for (path, info), form in zip(
-        infos, jax.tree.leaves(formats, is_leaf=is_format), strict=True
-    ):
-        used = form.layout is not None
-        base = "args" if path[0].idx == 0 else "kwargs"
-        name = base + jax.tree_util.keystr(path[1:])
-        leaves.append(
-            Leaf(name, info.shape, info.dtype, info.donated, number if used else None)
-        )
-        number += used
+    forms = jax.tree.leaves(formats, is_leaf=is_format)
+    leaves, numbers = [], itertools.count()
+    for (path, info), form in zip(infos, forms, strict=True):
+        number = None if form.layout is None else next(numbers)  # unused: not passed on
+        name = ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
+        leaves.append(Leaf(name, info.shape, info.dtype, info.donated, number))
     return leaves

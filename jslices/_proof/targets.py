@@ -82,8 +82,7 @@ class Target:
 
         An array sharded over a mesh of as many devices, abstract ones or others, keeps axes
         and specification. Other arrays are divided along their first axis if ``by_rows``, a
-        bool or a tree of bools, says so, else replicated. A struct keeps its layout, if it
-        names one.
+        bool or a tree of bools, says so, else replicated. A struct keeps a layout it names.
         """
         rows = jax.tree.broadcast(by_rows, tree)
         return jax.tree.map(self._placed, tree, rows)
@@ -151,12 +150,9 @@ def _gpus(name: str, gpu: Gpu, count: int) -> tuple[jax.Device, ...]:
     if count > GPUS_A_HOST and count % GPUS_A_HOST:
         raise _unknown(name, f": more than {GPUS_A_HOST} are whole hosts of {GPUS_A_HOST}")
     each = min(count, GPUS_A_HOST)
+    options = {"topology": f"1x{count // each}x{each}", "target_config": _description(gpu)}
     try:
-        description = topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x{count // each}x{each}",
-            target_config=_description(gpu),
-        )
+        description = topologies.get_topology_desc(platform="cuda", **options)
     except NotImplementedError:
         what = "the CUDA plugin of JAX, which starts without a GPU if JAX_PLATFORMS=cpu"
         raise _missing(name, what, "gpu") from None

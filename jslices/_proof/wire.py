@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jslices._densify import UserLine, human_bytes
 from jslices._proof.dense import tables_of
-from jslices._proof.program import Array, Instruction, Leaf, Module, Program
+from jslices._proof.program import Array, Instruction, Module, Program
 
 COLLECTIVES = (
     "all-gather",
@@ -193,9 +193,11 @@ def problems(program: Program, min_bytes: int) -> list[str]:
     tables = tables_of(program, min_bytes)
     lines = []
     for each in traffic(program.module).collectives:
-        leaf = next((x for x, part in tables.items() if _depends(each, x, part)), None)
-        if leaf is not None:
-            lines.append(f"{each}: as large as {leaf}, or has an axis as long")
+        sizes = {size for x in each.arrays for size in x.dims}
+        for leaf, part in tables.items():
+            if each.nbytes >= part.nbytes or sizes & {leaf.shape[0], part.dims[0]}:
+                lines.append(f"{each}: as large as {leaf}, or has an axis as long")
+                break
     if not lines:
         return []
     return [
@@ -204,9 +206,3 @@ def problems(program: Program, min_bytes: int) -> list[str]:
         'split by rows, value_and_grad(loss, exchange={...: jslices.Exchange("axis")}) '
         "sends the rows that are looked up to those that ask for them",
     ]
-
-
-def _depends(each: Collective, table: Leaf, part: Array) -> bool:
-    """Whether the size of a collective is that of ``table``, or of a device's ``part``."""
-    long = {table.shape[0], part.dims[0]}
-    return each.nbytes >= part.nbytes or any(long & set(x.dims) for x in each.arrays)

@@ -209,18 +209,13 @@ def take_rows(
         starts = jnp.concatenate([starts, jnp.zeros_like(starts[..., :1])], axis=-1)
         if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
             mode = lax.GatherScatterMode.CLIP  # or no planner would trust the zeros
-    rows = lax.gather(
-        table,
-        starts,
-        lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
-            collapsed_slice_dims=tuple(range(row_axes)),
-            start_index_map=tuple(range(starts.shape[-1])),
-        ),
-        slice_sizes=(*(1,) * row_axes, *row),
-        mode=mode,
-        fill_value=fill_value,
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(indices.ndim, indices.ndim + len(row))),
+        collapsed_slice_dims=tuple(range(row_axes)),
+        start_index_map=tuple(range(starts.shape[-1])),
     )
+    sizes = (*(1,) * row_axes, *row)
+    rows = lax.gather(table, starts, dims, sizes, mode=mode, fill_value=fill_value)
     return row_loop(rows, indices)
 
 
@@ -279,12 +274,12 @@ def per_row(numbers: jax.Array, like: jax.Array) -> jax.Array:
     return numbers.reshape(numbers.shape + (1,) * (jnp.ndim(like) - numbers.ndim))
 
 
-def where_rows(selected: jax.Array, rows: jax.Array, rest: jax.Array) -> jax.Array:
-    """``jnp.where`` with a bool ``[n]`` for each of ``rows`` ``[n, *D]``.
+def where_rows(selected: jax.Array, rows: jax.Array, rest: ArrayLike = 0) -> jax.Array:
+    """``jnp.where`` with a bool ``[n]`` for each of ``rows`` ``[n, *D]``; in their dtype.
 
     Or ``[n, m]``, for each part of rows ``[n, m, *D]``. Rows not selected may be NaN.
     """
-    return jnp.where(per_row(selected, rows), rows, rest)
+    return jnp.where(per_row(selected, rows), rows, jnp.asarray(rest, rows.dtype))
 
 
 def kept_positions(keep: jax.Array, size: int | None, caller: str) -> tuple[Any, Any]:

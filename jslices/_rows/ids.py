@@ -10,13 +10,7 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from jslices._arguments import OneOf
-from jslices._rows.access import (
-    canonical_indices,
-    clipped_indices,
-    in_32_bits,
-    index_dtype,
-    static_int,
-)
+from jslices._rows import access
 
 #: What an id outside ``[0, V)`` does. As in JAX, "fill" and "drop" are one mode: a read
 #: fills, a write drops.
@@ -56,10 +50,8 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
     Source: the bounds check of ``tf.gather`` on a CPU and FBGEMM's ``BoundsCheckMode``
     FATAL, which report the position in the same way.
     """
-    count = static_int(
-        num_rows,
-        f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]",
-    )
+    wanted = f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]"
+    count = access.static_int(num_rows, wanted)
     refuse_bad_ids(ids, count, "check_ids", "ids")
     return ids
 
@@ -85,7 +77,7 @@ def as_ids(ids: ArrayLike, caller: str, name: str = "ids") -> jax.Array:
             "bags: jslices.embedding_lookup_sparse(table, (values, row_splits)), which "
             "says how to make these of lists"
         ) from error
-    array: Any = jnp.asarray(ids) if host is None else in_32_bits(host)
+    array: Any = jnp.asarray(ids) if host is None else access.in_32_bits(host)
     foreign = array.dtype.kind in "OSU"  # not numbers, which jnp.issubdtype would refuse
     if foreign or not jnp.issubdtype(array.dtype, jnp.integer):
         dtype = array.dtype if foreign else jnp.asarray(array).dtype
@@ -111,10 +103,10 @@ def settle(ids: jax.Array, num_rows: int, mode: str) -> jax.Array:
       nothing. ``"promise_in_bounds"`` only widens the dtype.
     """
     if mode == "promise_in_bounds":
-        return ids.astype(index_dtype(num_rows, np.dtype(ids.dtype)))
+        return ids.astype(access.index_dtype(num_rows, np.dtype(ids.dtype)))
     if mode == "clip" and num_rows != 0:
-        return clipped_indices(ids, num_rows)
-    return canonical_indices(ids, num_rows)
+        return access.clipped_indices(ids, num_rows)
+    return access.canonical_indices(ids, num_rows)
 
 
 def refuse_bad_ids(
@@ -138,7 +130,7 @@ def refuse_bad_ids(
     if array.size == 0:
         return None
     if isinstance(array, jax.core.Tracer) or isinstance(exempt, jax.core.Tracer):
-        array, bad = numbers, canonical_indices(numbers, num_rows) == num_rows
+        array, bad = numbers, access.canonical_indices(numbers, num_rows) == num_rows
         bad = bad if exempt is None else bad & ~jnp.asarray(exempt)
     else:
         array = np.asarray(array)

@@ -137,11 +137,8 @@ def round_rows(
     largest = int(np.asarray(narrow.max, dtype).view(bits_of))
     if jnp.dtype(dtype) == jnp.float8_e4m3fn:
         rows = jnp.where(jnp.isnan(rows), rows, jnp.clip(rows, -448, 448))
-    return jnp.where(
-        magnitude <= largest,
-        lax.bitcast_convert_type(rounded.astype(bits_of), dtype),
-        rows.astype(dtype),
-    )
+    narrower = lax.bitcast_convert_type(rounded.astype(bits_of), dtype)
+    return jnp.where(magnitude <= largest, narrower, rows.astype(dtype))
 
 
 def _random16(numbers: jax.Array, shape: tuple[int, ...], bits: KeyBits) -> jax.Array:

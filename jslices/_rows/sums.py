@@ -60,20 +60,17 @@ def sum_duplicates(
     """Sums the rows that share an index.
 
     Args:
-      values: ``[K, *D]`` of any dtype. 16-bit floats are summed in float32 and rounded
-        once.
+      values: ``[K, *D]`` of any dtype; 16-bit floats are summed in float32, rounded once.
       indices: ``[K]`` of any integer dtype; those out of range are dropped.
       num_rows: V, or None when unknown.
-      size: U, the static number of entries returned; None means ``min(K, V)``, which
-        always suffices.
+      size: U, the static number of entries returned; None: ``min(K, V)``, always enough.
       combine: a key of ``COMBINERS``.
       order: the order of the rows; ``"any"`` is fastest.
       on_cpu: whether a CPU will run it, if that is known.
 
     Returns:
       ``(values [U, *D], indices [U], distinct [])``: distinct rows and empty entries (index
-      V, zero values). ``distinct``, int32, is how many distinct rows there are, which may
-      be more than U.
+      V, zero values). ``distinct``, int32, counts all distinct rows, even those beyond U.
 
     Raises:
       ValueError: if more than ``size`` distinct rows are present and the indices are
@@ -117,16 +114,14 @@ def _sum_duplicates(
         summed = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     else:
         divisor = COMBINERS[combine]
-        in_turn = functools.partial(_in_turn, num_rows, capacity, divisor, order)
-        by_runs = functools.partial(
-            _by_runs, jnp.array(empty, indices.dtype), capacity, divisor, order
-        )
+        how = capacity, divisor, order
+        in_turn = functools.partial(_in_turn, num_rows, *how)
+        by_runs = functools.partial(_by_runs, jnp.array(empty, indices.dtype), *how)
         elsewhere = in_turn if _jax.is_symbolic(num_ids) else by_runs
         if on_cpu is not None:
             return (in_turn if on_cpu else elsewhere)(indices, values)
-        unique, summed, distinct = lax.platform_dependent(
-            indices, values, cpu=in_turn, default=elsewhere
-        )
+        ways = {"cpu": in_turn, "default": elsewhere}
+        unique, summed, distinct = lax.platform_dependent(indices, values, **ways)
     return unique, summed, distinct
 
 
@@ -177,8 +172,7 @@ def _by_runs(
         counts = sums_of_runs(ordered, jnp.ones(ordered.shape, jnp.int32))
         summed = _divided(summed, counts, divisor)
     named, unique = _first_of_runs(ordered, empty)
-    zero = jnp.zeros((), summed.dtype)
-    summed = access.where_rows(named, summed, zero).astype(values.dtype)
+    summed = access.where_rows(named, summed).astype(values.dtype)
     distinct = jnp.sum(named, dtype=jnp.int32)
     if order != "any" or access.is_below(capacity, indices.shape[0]):
         numbers = jnp.cumsum(named, dtype=jnp.int32) - 1
@@ -219,8 +213,8 @@ def add_rows(
     indices = access.canonical_indices(indices, access.height_of(table, rows))
 
     def in_turn(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-        added: jax.Array = access.places_of(table, indices, rows).add(rows, **access.DROP)
-        return added
+        at = access.places_of(table, indices, rows)
+        return at.add(rows, **access.DROP)  # type: ignore[no-any-return]
 
     def by_runs(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
         empty = jnp.array(access.height_of(table, rows), indices.dtype)
@@ -230,10 +224,8 @@ def add_rows(
     inexact = jnp.issubdtype(table.dtype, jnp.inexact)
     if not inexact or _jax.is_symbolic(indices.shape[0]) or indices.shape[0] < 2:
         return in_turn(table, indices, rows)
-    result: jax.Array = lax.platform_dependent(
-        table, indices, rows, cpu=in_turn, default=by_runs
-    )
-    return result
+    operands = table, indices, rows
+    return lax.platform_dependent(*operands, cpu=in_turn, default=by_runs)  # type: ignore[no-any-return]
 
 
 @jax.jit
@@ -258,17 +250,13 @@ def sums_of_runs(ids: jax.Array, rows: jax.Array) -> jax.Array:
     square = (1, width, width)
     later = lax.broadcasted_iota(int, square, 1) <= lax.broadcasted_iota(int, square, 2)
     in_run = (ids[:, :, None] == ids[:, None, :]) & later
-    in_run = in_run.reshape(*in_run.shape, *(1,) * len(shape))
-    none = jnp.zeros((), rows.dtype)
-    sums = jnp.sum(jnp.where(in_run, rows[:, None], none), 2, dtype=rows.dtype)
+    sums = jnp.sum(access.where_rows(in_run, rows[:, None]), 2, dtype=rows.dtype)
     if blocks > 1:
         # The rest, in later blocks, of the run that does not end in this one.
         first = ids[:, 0]
         follow = sums_of_runs(first, sums[:, 0])[1:]
-        goes_on = (ids[:-1] == first[1:, None]).reshape(
-            blocks - 1, width, *(1,) * len(shape)
-        )
-        follow = jnp.where(goes_on, follow[:, None], none)
+        goes_on = ids[:-1] == first[1:, None]
+        follow = access.where_rows(goes_on, follow[:, None])
         sums = sums + jnp.pad(follow, ((0, 1), *((0, 0),) * (sums.ndim - 1)))
     return sums.reshape(blocks * width, *shape)[:count]
 
@@ -346,11 +334,8 @@ def number_rows(
     is_first = starts_of_runs(ordered)
     numbers = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     # Equal indices share a number, so writes that collide store the same row.
-    unique = (
-        jnp.full((capacity,), empty, indices.dtype)
-        .at[numbers]
-        .set(ordered, indices_are_sorted=True, **access.DROP)
-    )
+    unique = jnp.full((capacity,), empty, indices.dtype)
+    unique = unique.at[numbers].set(ordered, indices_are_sorted=True, **access.DROP)
     # Back to the order of `indices`: moving K integers is cheaper than moving K rows.
     # The empty index got a number as well, which is sent out of range.
     numbers = jnp.where(ordered == empty, capacity, numbers)
@@ -388,12 +373,9 @@ def number_by_first(
         return jnp.where(is_first, indices, num_rows), first, distinct
     counted = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     numbers = access.take_rows(counted, first, fill_value=capacity)
-    unique = (
-        jnp.full((capacity,), num_rows, indices.dtype)
-        .at[jnp.where(is_first, counted, capacity)]
-        .set(indices, **access.DROP)
-    )
-    return unique, numbers, distinct
+    place = jnp.where(is_first, counted, capacity)
+    unique = jnp.full((capacity,), num_rows, indices.dtype)
+    return unique.at[place].set(indices, **access.DROP), numbers, distinct
 
 
 def first_entries(indices: jax.Array, num_rows: int) -> jax.Array:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jslices._rows.access import DROP, height_of, places, places_of, set_rows, take_rows
+from jslices._rows import access
+from jslices._rows.access import DROP, height_of, places_of, set_rows
 from jslices._rows.sums import add_rows, sort_ids, starts_of_runs
 from jslices._typing import Arrays
 
@@ -104,7 +105,7 @@ KERNELS: dict[str, Kernel] = {
 
 def _ones_or_rows(ref: jax.Array, unique: jax.Array, rows: jax.Array) -> jax.Array:
     """The rows of ``ref`` that ``unique`` names, ones for V; ``rows`` are like them."""
-    return take_rows(ref, unique, fill_value=1, row_axes=1 + ref.ndim - rows.ndim)
+    return access.take_rows(ref, unique, fill_value=1, row_axes=1 + ref.ndim - rows.ndim)
 
 
 def _is_last(ordered: jax.Array) -> jax.Array:
@@ -126,9 +127,8 @@ def _products(
 
     def combine(left: Arrays, right: Arrays) -> Arrays:
         (left_starts, before), (right_starts, after) = left, right
-        fresh = right_starts.reshape(-1, *(1,) * (after.ndim - 1))
-        one = jnp.ones((), before.dtype)
-        return left_starts | right_starts, jnp.where(fresh, one, before) * after
+        kept = access.where_rows(~right_starts, before, 1)
+        return left_starts | right_starts, kept * after
 
     _, products = lax.associative_scan(combine, (starts_of_runs(ordered), rows[positions]))
     return jnp.where(_is_last(ordered), ordered, num_rows), products
@@ -144,7 +144,7 @@ def _divide_integers(ref: jax.Array, indices: jax.Array, rows: jax.Array) -> jax
 
     def body(k: jax.Array, ref: jax.Array) -> jax.Array:
         index = indices[k]
-        near = places(jnp.minimum(index, num_rows - 1), ref.shape, row_axes)
+        near = access.places(jnp.minimum(index, num_rows - 1), ref.shape, row_axes)
         start = (*near, *(jnp.zeros_like(index) for _ in rows.shape[1:]))
         row = lax.dynamic_slice(ref, start, size)
         row = jnp.where(index < num_rows, lax.div(row, rows[k].reshape(size)), row)

@@ -89,14 +89,8 @@ class Entries:
     ) -> Self:
         """Slices of parts that fit together, and facts about them."""
         new = object.__new__(cls)
-        vars(new).update(
-            values=values,
-            dense_shape=shape,
-            facts=facts,
-            _indices=indices,
-            _leaf=leaf,
-            _trace=trace_state(),
-        )
+        vars(new).update(values=values, dense_shape=shape, facts=facts)
+        vars(new).update(_indices=indices, _leaf=leaf, _trace=trace_state())
         return new
 
     def __setattr__(self, name: str, value: object = None) -> None:
@@ -162,9 +156,8 @@ class Entries:
         if shape and indices is None and all(isinstance(x, tuple) for x in sizes):
             axes = len(leaf.shape)
             held, row = values.shape[:axes], values.shape[axes:]
-            if held != leaf.shape or row not in (
-                shape[i:] for i in range(1, 1 + len(shape))
-            ):
+            rows = [shape[i:] for i in range(1, 1 + len(shape))]
+            if held != leaf.shape or row not in rows:
                 raise TypeError(
                     "a function that was mapped over the parts of IndexedSlices of "
                     f"{shape} gave values {values.shape} and row numbers {leaf.shape}, "
@@ -239,9 +232,8 @@ class Entries:
     @property
     def _type(self) -> str:
         """The type of the whole array, as ``float32[5, 2]``."""
-        return (
-            f"{self.dtype}[{', '.join('?' if n is None else str(n) for n in self.shape)}]"
-        )
+        sizes = ("?" if n is None else str(n) for n in self.shape)
+        return f"{self.dtype}[{', '.join(sizes)}]"
 
     def _first_rows(self) -> str:
         """The first row numbers in words, if they are available."""

@@ -29,12 +29,9 @@ def join_entries(
 
     def local(parts: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
         values = [v.reshape(i.size, *v.shape[i.ndim :]) for v, i in parts]
-        indices = [i.reshape(-1) for _, i in parts]
-        widest = max((i.dtype for i in indices), key=lambda dtype: dtype.itemsize)
-        return [
-            jnp.concatenate(values),
-            jnp.concatenate([i.astype(widest) for i in indices]),
-        ]
+        widest = max((i.dtype for _, i in parts), key=lambda dtype: dtype.itemsize)
+        indices = [i.reshape(-1).astype(widest) for _, i in parts]
+        return [jnp.concatenate(values), jnp.concatenate(indices)]
 
     if len(parts) == 1 and parts[0][1].ndim == 1:
         return parts[0]
@@ -64,13 +61,11 @@ def sent_to_owners(
     with boundary.with_auto_axes(mesh):
         specs = placement.by_rows, PartitionSpec()
         run = on_each_device(placement, own, specs, placement.by_rows)
-        entries = run(
-            placement.numbers(), canonical_indices(boundary.drop_sharding(ids), num_rows)
-        )
+        ids = canonical_indices(boundary.drop_sharding(ids), num_rows)
+        entries = run(placement.numbers(), ids)
     if mesh is not None:
-        entries = boundary.restore_sharding(
-            entries, boundary.explicit_part(mesh, placement.by_rows)
-        )
+        split = boundary.explicit_part(mesh, placement.by_rows)
+        entries = boundary.restore_sharding(entries, split)
     none, indices = entries
     return none, indices
 

@@ -13,13 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jslices._densify import human_bytes, warn_at_line
 from jslices._jax import called_by_jax_operator
-from jslices._place.boundary import (
-    everywhere,
-    like_first,
-    looked_up,
-    on_any_mesh,
-    one_program,
-)
+from jslices._place import boundary
+from jslices._place.boundary import everywhere, on_any_mesh
 from jslices._rows import access
 from jslices._rows.sums import COMBINER, Order, add_rows, sum_duplicates
 from jslices._slices import parts
@@ -130,8 +125,7 @@ class IndexedSlices(Refusals):
                 "not known; give it: IndexedSlices(s.values, s.indices, (num_rows, "
                 f"{', '.join(map(str, self.values.shape[self.indices.ndim :]))}))"
             )
-        dense: jax.Array = _dense(self)
-        return dense
+        return _dense(self)  # type: ignore[no-any-return]
 
     def coalesce(self, size: int | None = None, combine: str = "sum") -> "IndexedSlices":
         """The same array with every row at most once, in a static number of entries.
@@ -359,8 +353,7 @@ class IndexedSlices(Refusals):
     ) -> Any:
         """The mean of ``to_dense()`` over ``axis``, zeros included.
 
-        Args, result and cost are those of :meth:`sum`; integers give floats, as in
-        ``jnp.mean``.
+        All else is as in :meth:`sum`; integers give floats, as in ``jnp.mean``.
 
         Raises:
           ValueError: if the mean is over the rows and ``dense_shape`` is unknown.
@@ -371,9 +364,8 @@ class IndexedSlices(Refusals):
           Array(0.4, dtype=float32)
         """
         axes, batch = self._axes(axis), self.indices.ndim - 1
-        if self.dense_shape is None and any(
-            batch <= a < batch + self.row_axes for a in axes
-        ):
+        over_rows = any(batch <= a < batch + self.row_axes for a in axes)
+        if self.dense_shape is None and over_rows:
             raise ValueError(
                 "the mean of slices with dense_shape=None is not known, as the number of "
                 "rows is not; give it: IndexedSlices(s.values, s.indices, table.shape)"
@@ -391,8 +383,7 @@ class IndexedSlices(Refusals):
         """The sum of the squared magnitudes of ``to_dense()``: duplicates add first.
 
         Returns:
-          A scalar (after vmap ``[*B]``, one for each example), real; float32 for 16-bit
-          floats.
+          A real scalar (after vmap one for each example); float32 for 16-bit floats.
 
         Cost: that of :meth:`coalesce`.
 
@@ -402,8 +393,7 @@ class IndexedSlices(Refusals):
           >>> s.square_sum()
           Array(5., dtype=float32)
 
-        Source: ``tf.linalg.global_norm`` squares the values as they are, which is wrong
-        with duplicates.
+        Source: ``tf.linalg.global_norm``, which squares each value: wrong with duplicates.
         """
         wide = self
         if self.dtype.itemsize < 4:
@@ -440,7 +430,7 @@ class IndexedSlices(Refusals):
         """``values`` with zeros in the empty entries."""
         indices = access.canonical_indices(self.indices, self.num_rows)
         present = indices != access.empty_index(self.num_rows, indices.dtype)
-        return access.where_rows(present, self.values, jnp.zeros((), self.dtype))
+        return access.where_rows(present, self.values)
 
     # --- the batch axes of vmap -----------------------------------------------------
 
@@ -556,19 +546,15 @@ def concat_slices(slices: Sequence[IndexedSlices | None]) -> IndexedSlices:
     # Widening keeps negative numbers negative, hence empty entries empty.
     indices = [s.indices.astype(widest) for s in given]
     values = [s.values.astype(dtype) for s in given]
-    packed = max(s.facts.packed for s in given)
     facts = Facts(
-        packed=packed,
+        packed=max(s.facts.packed for s in given),
         at_now=all(s.facts.at_now for s in given),
         unconjugated=any(s.facts.unconjugated for s in given),
         as_taken=any(s.facts.as_taken for s in given),
     )
     placement = given[0].facts.placement
-    if (
-        placement is not None
-        and all(s.facts.placement == placement and s.is_placed for s in given)
-        and given[0].indices.ndim == 1
-    ):
+    alike = all(s.facts.placement == placement and s.is_placed for s in given)
+    if placement is not None and alike and given[0].indices.ndim == 1:
         entries = join_entries(placement, list(zip(values, indices, strict=True)))
         return slices_of(*entries, shape, facts._replace(placement=placement))
     axis = given[0].indices.ndim - 1
@@ -585,10 +571,10 @@ def deduplicated(slices: IndexedSlices) -> IndexedSlices:
 # --- on any mesh ------------------------------------------------------------------------
 
 #: Rows of an array at indices of any shape, split as these are.
-rows_at = on_any_mesh(looked_up)(access.take_rows)
+rows_at = on_any_mesh(boundary.looked_up)(access.take_rows)
 
 
-@on_any_mesh(like_first)
+@on_any_mesh(boundary.like_first)
 def _add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
     return add_rows(table, slices.indices, slices.values, slices.facts.distinct)
 
@@ -603,8 +589,7 @@ def _summed(
         return jax.vmap(lambda s: _summed(s, size, combine, order))(slices)
     if slices.is_placed and size is None:
         run = lambda s: _summed(s, None, combine, order)  # noqa: E731
-        unique: IndexedSlices = each_shard(run, slices)
-        return unique
+        return each_shard(run, slices)  # type: ignore[no-any-return]
     values, indices = _sums(slices, size=size, combine=combine, order=order)
     return slices._like(values, indices, Facts(distinct=True))
 
@@ -625,13 +610,12 @@ def _nonzero_rows(array: jax.Array, *, size: int | None) -> tuple[jax.Array, jax
     return access.pick(array, positions, too_many), positions
 
 
-@one_program
+@boundary.one_program
 def _dense(slices: IndexedSlices) -> jax.Array:
     if slices.indices.ndim > 1:
         return jax.vmap(_dense)(slices)
     if slices.is_placed:
-        dense: jax.Array = each_shard(_dense, slices)
-        return dense
+        return each_shard(_dense, slices)  # type: ignore[no-any-return]
     return _added_to_zeros(slices, distinct=slices.facts.distinct)
 
 

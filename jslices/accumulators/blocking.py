@@ -25,8 +25,7 @@ SEVERAL = 4
 class ConditionalAccumulatorBase:
     """Steps, counts, closing and sharing by name: the same for rows and whole arrays.
 
-    An abstract base class. ``name=`` of a method is ignored everywhere: there are no
-    operations to name.
+    An abstract base class. ``name=`` of a method is ignored: there are no operations.
     """
 
     dtype: np.dtype  #: of the gradients
@@ -98,8 +97,7 @@ class ConditionalAccumulatorBase:
     def close(self) -> None:
         """Ends it: every waiting take, and every later call, raises CancelledError.
 
-        Accumulators that share the state by name are closed as well; the name becomes
-        free.
+        Accumulators that share the state are closed as well; the name becomes free.
         """
         self._turns.close()
 
@@ -140,15 +138,13 @@ class RowMethods:
         """Like :meth:`apply_grad`, for slices ``values`` ``[K, *D]``, ``indices`` ``[K]``.
 
         Entries that are empty on purpose (negative indices, and the canonical index V
-        with which ``coalesce`` fills up) are left out. An index beyond V comes from a
-        wrong id and is refused, as in TensorFlow. ``dense_shape`` counts as
-        ``grad_shape``.
+        with which ``coalesce`` fills up) are left out. An index beyond V is a wrong id and
+        is refused, as in TensorFlow. ``dense_shape`` counts as ``grad_shape``.
         """
         call = "apply_indexed_slices_grad"
         _gradients.check_is_slices(call, grad, "ConditionalAccumulator")
-        values, indices = (
-            _gradients.on_host("grad", x) for x in (grad.values, grad.indices)
-        )
+        parts = grad.values, grad.indices
+        values, indices = (_gradients.on_host("grad", x) for x in parts)
         shape = grad.dense_shape
         if indices.ndim == 1 and np.issubdtype(indices.dtype, np.integer):
             empty = np.iinfo(indices.dtype).max if shape is None else shape[0]
@@ -366,9 +362,8 @@ class SparseConditionalAccumulator(RowMethods, ConditionalAccumulatorBase):
 class ConditionalAccumulator(ConditionalAccumulatorBase):
     """Collects dense gradients from many threads until there are enough to take the mean.
 
-    Everything is as in :class:`SparseConditionalAccumulator`, other arguments and errors
-    included, except that a gradient is one array and "MEAN" divides by the number of
-    gradients.
+    All else is as in :class:`SparseConditionalAccumulator`, except that a gradient is one
+    array and "MEAN" divides by the number of gradients.
 
     Args:
       dtype: floating dtype of the gradients, in which they are added as they come.

@@ -95,10 +95,8 @@ class SparseAccumulator(_PureAccumulator):
         rows = jnp.full(self.capacity, self._empty, self._index_dtype)
         shape: Any = (self.capacity, *self.shape[1:])
         sums = jnp.zeros(shape, sum_dtype(self.dtype))
-        counts = jnp.zeros(self.capacity, jnp.int32)
-        return SparseAccumulatorState(
-            rows, sums, counts, jnp.int32(0), jnp.int32(0), jnp.int32(0)
-        )
+        counts, zero = jnp.zeros(self.capacity, jnp.int32), jnp.int32(0)
+        return SparseAccumulatorState(rows, sums, counts, zero, zero, zero)
 
     def apply_grad(
         self, state: SparseAccumulatorState, grad: IndexedSlices, local_step: ArrayLike = 0
@@ -329,8 +327,7 @@ def dense_accumulator(
       reduction_type: "MEAN" divides by the number of gradients, "SUM" does not.
 
     Returns:
-      An accumulator with the methods of the one from :func:`sparse_accumulator`, and the
-      same errors.
+      An accumulator with the methods and errors of that of :func:`sparse_accumulator`.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

@@ -7,6 +7,7 @@ gRPC's; ``_messages`` says what a message may hold.
 
 import atexit
 import builtins
+import contextlib
 import errno
 import functools
 import hmac
@@ -26,15 +27,11 @@ from typing import Any
 import jslices
 from jslices import InvalidArgumentError
 from jslices._install import install_command
+from jslices.accumulators import blocking
 from jslices.accumulators._gradients import refuse_tracer
 from jslices.accumulators._messages import pack, unpack
 from jslices.accumulators._state import caller
-from jslices.accumulators.blocking import (
-    ConditionalAccumulatorBase,
-    RowMethods,
-    SparseAccumulatorTakeGradient,
-    SparseConditionalAccumulator,
-)
+from jslices.accumulators.blocking import RowMethods, SparseAccumulatorTakeGradient
 from jslices.errors import FailedPreconditionError, UnavailableError
 
 try:
@@ -106,8 +103,8 @@ class RemoteSparseAccumulator(RowMethods, RemoteObject):
 
 #: What messages call a kind of object.
 _KINDS = {
-    "sparse": SparseConditionalAccumulator,
-    "dense": ConditionalAccumulatorBase,
+    "sparse": blocking.SparseConditionalAccumulator,
+    "dense": blocking.ConditionalAccumulatorBase,
     "object": object,
 }
 
@@ -468,11 +465,9 @@ def _error(name: str, text: str) -> Exception:
     """The error of a server, if it is one of jslices or Python."""
     homes = jslices.errors, jslices, builtins
     kind = next((vars(home)[name] for home in homes if name in vars(home)), None)
-    try:
+    with contextlib.suppress(TypeError):  # it wants more than a text
         if isinstance(kind, type) and issubclass(kind, Exception):
             return kind(text)
-    except TypeError:  # it wants more than a text
-        pass
     return RuntimeError(f"{name}: {text}")
 
 

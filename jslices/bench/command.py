@@ -4,6 +4,7 @@ It is measured on the user's machine, or with ``--device`` compiled for another.
 """
 
 import argparse
+import dataclasses
 import math
 import platform as machine
 from collections.abc import Sequence
@@ -60,10 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints; ``argparse.ArgumentError`` for impossible requests."""
-    sizes = Sizes(
-        *(options.rows, options.dim, options.ids),
-        *(options.optimizer, options.dtype, options.distribution, options.untouched),
-    )
+    sizes = Sizes(**{x.name: getattr(options, x.name) for x in dataclasses.fields(Sizes)})
     try:
         sizes.make_optimizer()
     except ValueError as error:
@@ -155,13 +153,11 @@ def heading(sizes: Sizes, device: jax.Device, room: int | None) -> str:
     """What is run, and where."""
     memory = "of unknown size" if room is None else f"{human_bytes(room)} usable"
     drawn = f"{sizes.distribution}, {sizes.words:,} rows used"
-    return "\n".join(
-        [
-            f"{sizes} ({drawn})",
-            f"jslices {js.__version__}, jax {jax.__version__}, {device.platform} "
-            f"({device.device_kind}), {machine.system()} {machine.machine()}, "
-            f"Python {machine.python_version()}, memory {memory}",
-        ]
+    return (
+        f"{sizes} ({drawn})\n"
+        f"jslices {js.__version__}, jax {jax.__version__}, {device.platform} "
+        f"({device.device_kind}), {machine.system()} {machine.machine()}, "
+        f"Python {machine.python_version()}, memory {memory}"
     )
 
 

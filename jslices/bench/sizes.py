@@ -33,9 +33,8 @@ def optimizer_names() -> list[str]:
         return "learning_rate" in parameters and needed <= {"learning_rate"}
 
     functions = filter(inspect.isfunction, vars(js.optim).values())
-    return sorted(
-        f.__name__ for f in functions if suffices(inspect.signature(f).parameters)
-    )
+    each = ((f.__name__, inspect.signature(f).parameters) for f in functions)
+    return sorted(name for name, parameters in each if suffices(parameters))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +107,7 @@ class Sizes:
     def moved_by_rows(self, distinct: float) -> float:
         """The fewest bytes that a step with row gradients must move.
 
-        The gradient is read once, and each distinct row of the table and of the state is
-        read and written.
+        The gradient is read once; each distinct row of table and state is read and written.
         """
         per_row = self.row_bytes + self.state_bytes / self.rows
         return self.ids * self.row_bytes + 2 * distinct * per_row
@@ -139,9 +137,7 @@ class Sizes:
         """``count`` batches of ids, int32 ``[ids]``; always the same."""
         rng = np.random.default_rng(0)
         if self.distribution == "uniform":
-            return [
-                rng.integers(0, self.rows, self.ids, dtype=np.int32) for _ in range(count)
-            ]
+            return [*rng.integers(0, self.rows, (count, self.ids), dtype=np.int32)]
         edges = np.cumsum(_zipf(self.words))
         # At rows all over the table: words are not stored in the order of frequency.
         row_of = np.random.default_rng(1).choice(self.rows, self.words, replace=False)
@@ -160,13 +156,11 @@ def _zipf(words: int) -> np.ndarray:
 def plan_of(sizes: Sizes, platform: str) -> Plan:
     """How the optimizer steps the rows of the table."""
     table = sizes.table_shape()
-    gradient = jax.eval_shape(
-        functools.partial(js.IndexedSlices, dense_shape=table.shape),
-        jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype),
-        jax.ShapeDtypeStruct((sizes.ids,), jnp.int32),
-    )
-    plan: Plan = sizes.make_optimizer().plan(gradient, table, platform)
-    return plan
+    rows = jax.ShapeDtypeStruct((sizes.ids, sizes.dim), table.dtype)
+    numbers = jax.ShapeDtypeStruct((sizes.ids,), jnp.int32)
+    slices = functools.partial(js.IndexedSlices, dense_shape=table.shape)
+    gradient = jax.eval_shape(slices, rows, numbers)
+    return sizes.make_optimizer().plan(gradient, table, platform)  # type: ignore[no-any-return]
 
 
 def available(device: jax.Device, meminfo: Path = MEMINFO) -> int | None:

@@ -124,9 +124,8 @@ class Archive:
                 "not have"
             )
         parts = boxes.whole(spec.shape) if box is None else box
-        parts = tuple(
-            slice(*part.indices(n)[:2]) for part, n in zip(parts, spec.shape, strict=True)
-        )
+        pairs = zip(parts, spec.shape, strict=True)
+        parts = tuple(slice(*part.indices(n)[:2]) for part, n in pairs)
         if name in self._offsets:
             first, *others = parts
             offset = self._offsets[name]

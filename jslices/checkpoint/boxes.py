@@ -43,9 +43,8 @@ def rows_within(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Which of the rows at these coordinates lie in a box, and where in it."""
     pairs = list(zip(at, box, strict=True))
-    inside = np.flatnonzero(
-        np.all([(n >= part.start) & (n < part.stop) for n, part in pairs], axis=0)
-    )
+    fits = [(n >= part.start) & (n < part.stop) for n, part in pairs]
+    inside = np.flatnonzero(np.all(fits, axis=0))
     return inside, tuple(n[inside] - part.start for n, part in pairs)
 
 

@@ -76,21 +76,11 @@ def parse_info(text: str) -> Info:
     delta = _delta(_item(raw, "delta", dict), specs) if "delta" in raw else None
     if delta is not None and shards != 1:
         raise ValueError("it is a delta of more than one file")
-    structure, has_structure = raw.get("structure"), "structure" in raw
+    structure = raw.get("structure"), "structure" in raw
     held = _item(raw, "held", list) if "held" in raw else []
     if not all(type(name) is str and name in specs for name in held):
         raise ValueError(f"it holds {_shown(held)} in boxes, and not all are variables")
-    return Info(
-        save_id,
-        shard,
-        shards,
-        starts,
-        specs,
-        structure,
-        has_structure,
-        delta,
-        frozenset(held),
-    )
+    return Info(save_id, shard, shards, starts, specs, *structure, delta, frozenset(held))
 
 
 def _spec(name: str, raw: Any) -> Spec:

@@ -76,12 +76,10 @@ def check_spec(spec: Spec) -> None:
     dtype, shape = dtype_named(spec.dtype), spec.shape
     np.broadcast_to(np.zeros((), dtype), shape)  # fails if there are no such arrays
     if spec.is_key:
-        implementation = spec.kind.removeprefix("key:")
+        generator = spec.kind.removeprefix("key:")
+        wrap = functools.partial(jax.random.wrap_key_data, impl=generator)
         try:
-            data = jax.ShapeDtypeStruct(shape, dtype)
-            jax.eval_shape(
-                lambda data: jax.random.wrap_key_data(data, impl=implementation), data
-            )
+            jax.eval_shape(wrap, jax.ShapeDtypeStruct(shape, dtype))
         except TypeError as error:
             raise ValueError(str(error)) from error
     elif spec.kind == "jax":
@@ -104,10 +102,8 @@ def check_values(spec: Spec, array: np.ndarray) -> None:
     flat: Any = array.reshape(-1)
     if array.dtype == bool and (flat.view(np.uint8) > 1).any():
         raise ValueError("it holds bools that are neither 0 nor 1")
-    if (
-        array.dtype.kind == "U"
-        and (flat.view(f"{array.dtype.byteorder}u4") > 0x10FFFF).any()
-    ):
+    is_text = array.dtype.kind == "U"
+    if is_text and (flat.view(f"{array.dtype.byteorder}u4") > 0x10FFFF).any():
         raise ValueError("it holds characters that Unicode does not have")
     if spec.kind == "str":
         array.tobytes().decode()
@@ -277,13 +273,11 @@ def _device_pieces(array: jax.Array) -> list[Piece]:
         start = tuple(part.start or 0 for part in shard.index)
         copies.setdefault(start, []).append(shard)
     elsewhere = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
-    pieces = []
+    pieces, spread = [], is_spread(array)
     for start in sorted(copies):
         data = next((s.data for s in copies[start] if s.data is not None), elsewhere)
-        holders = {s.device.process_index for s in copies[start]}
-        pieces.append(
-            Piece(start, data, tuple(sorted(holders)) if is_spread(array) else (0,))
-        )
+        holders = {s.device.process_index for s in copies[start]} if spread else {0}
+        pieces.append(Piece(start, data, tuple(sorted(holders))))
     return pieces
 
 
@@ -329,12 +323,8 @@ def restore_like(name: str, spec: Spec, read: Read, template: Any) -> Any:
     if not spec.is_key and not is_number:
         _check_width(name, spec)
     sharding: Any = getattr(template, "sharding", None)
-    if sharding is None or (
-        len(sharding.device_set) == 1 and sharding.is_fully_addressable
-    ):
-        is_free = isinstance(template, jax.Array) and not getattr(
-            template, "committed", False
-        )
+    if sharding is None or (sharding.is_fully_addressable and sharding.num_devices == 1):
+        is_free = isinstance(template, jax.Array) and not template.committed
         value = restore(name, spec, read).reshape(shape) if spec.is_key else array()
         return jax.device_put(value, None if is_free else sharding)
     if spec.is_key:

@@ -20,14 +20,7 @@ from jslices._slices.held import held_where, takes_held, unheld
 from jslices._typing import Params, PyTree, State
 from jslices.checkpoint import trees
 from jslices.checkpoint.state_walk import placed
-from jslices.checkpoint.trees import (
-    brief,
-    clocks_in,
-    held_leaves,
-    listed,
-    matching,
-    named_leaves,
-)
+from jslices.checkpoint.trees import brief, clocks_in, listed, named_leaves
 from jslices.extend import as_transformation
 from jslices.optim.engine.clock import OTHER_NUMBERS, RowClock
 
@@ -64,9 +57,8 @@ def resize_rows(
         of layers ``[L, V, D]`` become ``[L, V', D]``, or ``[L', V, D]``.
       rows: ``{name or pattern: numbers}``, for each of the V' new rows the number of the
         old one, or -1 for a new one, along the axis that changes, or the first; duplicates
-        are copies. Names are paths, ``"table"``,
-        ``"embed/embedding"``, and patterns such as ``"*/embedding"``. Other tables keep
-        their first rows: new ones are appended, and fewer rows are the first.
+        are copies. Names are paths, ``"embed/embedding"``; a pattern: ``"*/embedding"``.
+        Other tables keep their first rows: new ones are appended, last ones cut off.
 
     Returns:
       ``(params, state)`` in the structure of ``fresh`` and of ``tx.init(fresh)``, arrays
@@ -106,7 +98,8 @@ def resize_rows(
     sources = _sources(old, new, {} if rows is None else rows)
     before, begin = _by_name(state), _by_name(start)
     # Of earlier versions also arrays without elements.
-    before = {n: x for n, x in before.items() if n in begin or _has_elements(x)}
+    has_elements = lambda x: all(map(jnp.size, jax.tree.leaves(x)))  # noqa: E731
+    before = {n: x for n, x in before.items() if n in begin or has_elements(x)}
     before = _with_clocks_of(begin, before)
     _check_names("state", before, begin, "tx.init(fresh) has", "resize_rows")
     if any(_is_under_way(name, x) for name, x in before.items()):
@@ -130,7 +123,7 @@ def resize_rows(
     if problems:
         raise ValueError(f"resize_rows: {listed(problems)}")
     tree: Any = jax.tree.structure(start, is_leaf=is_slices)
-    held = dict(zip(old, held_leaves(params), strict=True))
+    held = dict(zip(old, trees.held_leaves(params), strict=True))
     params = held_where(structure.unflatten(resized_params), [held[n] for n in new])
     return params, tree.unflatten(resized_state)
 
@@ -274,10 +267,6 @@ def _by_name(tree: PyTree) -> dict[str, Any]:
     return dict(zip(names, leaves, strict=True))
 
 
-def _has_elements(x: Any) -> bool:
-    return all(0 not in jnp.shape(y) for y in jax.tree.leaves(x))
-
-
 def _check_arrays(params: Params, state: State, fresh: Params) -> None:
     leaves = jax.tree.leaves((params, state, fresh))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -324,7 +313,7 @@ def _sources(
             sources[name] = _Source(before, numbers, axis)
     for pattern, ids in rows.items():
         numbers = np.asarray(ids)
-        for name in matching(pattern, heights, "resize_rows(rows=...)"):
+        for name in trees.matching(pattern, heights, "resize_rows(rows=...)"):
             before, now, axis = heights[name]
             fits = numbers.dtype.kind in "iu" and numbers.shape == (now,)
             if not fits or not ((numbers >= -1) & (numbers < before)).all():
@@ -397,10 +386,8 @@ def _resized(
     before, after = _dtype(old), _dtype(new)
     axis = 0 if source is None else source.axis
     rows = slice(axis, axis + 1)
-    moved = source is not None and (old_shape[rows], new_shape[rows]) == (
-        (source.height,),
-        source.rows.shape,
-    )
+    pair = old_shape[rows], new_shape[rows]
+    moved = source is not None and pair == ((source.height,), source.rows.shape)
     others = [shape[:axis] + shape[axis + moved :] for shape in (old_shape, new_shape)]
     if len(old_shape) != len(new_shape) or others[0] != others[1]:
         problems.append(

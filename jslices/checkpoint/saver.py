@@ -66,8 +66,7 @@ class Saver:
     ``path-00000-of-00004`` and so on. Every tensor and the header carry a checksum. A file
     is written under another name, flushed to the disk, and renamed, the state file
     together with the checkpoint: whatever happens in between, the last checkpoint can be
-    restored and the state file names it. The description in a file is checked when the
-    file is opened.
+    restored and the state file names it. Opening a file checks the description in it.
 
     If variables are spread over several processes, all of them call :meth:`save` and
     :meth:`restore`, with one path in a directory that they share. Values that each process
@@ -98,8 +97,7 @@ class Saver:
         from another Saver's ``as_saver_def()``.
       allow_empty: True allows a checkpoint without variables.
       pad_step_number: the step is written with at least eight digits.
-      save_relative_paths: the state file holds paths relative to its directory, so that
-        the directory can be moved.
+      save_relative_paths: the state file holds relative paths: its directory can be moved.
 
     Raises:
       TypeError: if ``var_list`` contains anything but names and handles, or for an
@@ -137,7 +135,6 @@ class Saver:
         save_relative_paths: bool = True,
         **theirs: None,
     ) -> None:
-        del name, restore_sequentially
         for argument in theirs:
             instead = _INSTEAD.get(argument, "see help(Saver)")
             raise TypeError(f"Saver has no argument {argument!r}: {instead}")
@@ -154,11 +151,8 @@ class Saver:
 
     def as_saver_def(self) -> SaverDef:
         """The options, for ``Saver(saver_def=...)``."""
-        return SaverDef(
-            max_to_keep=self._retention.max_to_keep,
-            sharded=self._sharded,
-            keep_checkpoint_every_n_hours=self._retention.every_n_hours,
-        )
+        kept = self._retention
+        return SaverDef(kept.max_to_keep, self._sharded, kept.every_n_hours)
 
     # --- saving -----------------------------------------------------------------------
 
@@ -219,9 +213,8 @@ class Saver:
             parts = writing.in_shards(leaves, processes)
         else:
             parts = [{name: leaf.tensor() for name, leaf in leaves.items()}]
-        return self._commit(
-            prefix, parts, info, sharded, latest_filename, write_state, processes
-        )
+        how = sharded, latest_filename, write_state, processes
+        return self._commit(prefix, parts, info, *how)
 
     def save_delta(
         self,
@@ -371,8 +364,7 @@ class Saver:
             Other variables are restored whole.
 
         Returns:
-          A tree like ``variables``; leaves that ``var_list`` leaves out are returned
-          unchanged.
+          A tree like ``variables``; leaves that ``var_list`` leaves out are unchanged.
 
         Raises:
           ValueError: if there is no checkpoint at ``path``.

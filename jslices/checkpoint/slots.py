@@ -5,6 +5,7 @@ arrays with a name, most of them of the variable's shape. Here they are one tree
 state array. ``slot_names`` says which slot is which array.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,8 +63,7 @@ def import_state(
         (``user.momentum1``, ``user.weight.momentum_1``), and a number a row be ``[V, 1]``.
         PyTorch's ``step`` may be among them. Without an ``ema``, the average that
         :func:`jslices.optim.params_ema` keeps begins at the parameter. An empty dict, or
-        None: never stepped; the state is that of ``tx.init`` after ``count`` steps without
-        a gradient.
+        None: never stepped; the state is that of ``count`` steps without a gradient.
       count: how many steps were taken: a number; or numbers in the structure of ``params``
         or a prefix of it; or None, each is the ``step`` of its slots. PyTorch counts no
         step for a parameter without a gradient. An optimizer of jslices counts every step
@@ -120,15 +120,10 @@ def import_state(
     problems: list[str] = []
     slots_of_each = _slots_of_each(walk.tree, slots)
     counts = _counts_of_states(walk, params, slots_of_each, count, problems)
+    each = walk.labels, walk.tree.flatten_up_to(params), walk.arrays, slots_of_each
     assigned = {
         number: x
-        for parameter in zip(
-            walk.labels,
-            walk.tree.flatten_up_to(params),
-            walk.arrays,
-            slots_of_each,
-            strict=True,
-        )
+        for parameter in zip(*each, strict=True)
         for number, x in _assigned(*parameter, problems).items()
     }
     if problems:
@@ -234,9 +229,8 @@ def _counts_of_states(
     steps = _steps_of_each(walk, params, slots_of_each, count, problems)
     stepped: list[dict[int, str]] = [{} for _ in walk.states]
     others: list[dict[int, str]] = [{} for _ in walk.states]
-    for label, arrays, slots, n in zip(
-        walk.labels, walk.arrays, slots_of_each, steps, strict=True
-    ):
+    columns = walk.labels, walk.arrays, slots_of_each, steps
+    for label, arrays, slots, n in zip(*columns, strict=True):
         for array in arrays:
             if n is not None:
                 (stepped if slots else others)[array.owner].setdefault(n, label)
@@ -310,13 +304,12 @@ def _spread(count: PyTree, params: Params, tree: Any) -> list[int | None]:
 
 def _as_count(x: ArrayLike | None) -> int | None:
     """``x`` as a number of steps; None if it is not one."""
-    try:
+    # No array, infinite or not a number.
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         array: Any = np.asarray(x)
         if array.ndim == 0 and array.dtype.kind in "iuf":
             count = int(array)
             return count if count == array and 0 <= count <= _MAX_COUNT else None
-    except (TypeError, ValueError, OverflowError):  # no array, infinite or not a number
-        pass
     return None
 
 

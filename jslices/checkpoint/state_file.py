@@ -84,12 +84,10 @@ def get_checkpoint_state(
             "model_checkpoint_path. Remove the file, or write it anew with "
             "update_checkpoint_state"
         )
+    newest = _located(state.model_checkpoint_path, directory)
+    paths = [_located(path, directory) for path in state.all_model_checkpoint_paths]
     return dataclasses.replace(
-        state,
-        model_checkpoint_path=_located(state.model_checkpoint_path, directory),
-        all_model_checkpoint_paths=[
-            _located(path, directory) for path in state.all_model_checkpoint_paths
-        ],
+        state, model_checkpoint_path=newest, all_model_checkpoint_paths=paths
     )
 
 
@@ -148,8 +146,7 @@ def update_checkpoint_state(
     """Write the state file of a directory, all of it or nothing.
 
     Args:
-      save_dir: the directory. When it is relative, relative paths are rewritten to be
-        relative to it.
+      save_dir: the directory. If it is relative, relative paths become relative to it.
       model_checkpoint_path: like the next ones of :class:`CheckpointState`.
       all_model_checkpoint_paths: the newest is appended to them unless it is the last.
       latest_filename: the name of the state file; None means ``"checkpoint"``.

@@ -98,9 +98,8 @@ def _is_handle(node: object) -> bool:
 
 def without_handles(tree: PyTree) -> PyTree:
     """Replace handles by the arrays that they hold."""
-    return jax.tree.map(
-        lambda x: x.value() if _is_handle(x) else x, tree, is_leaf=_is_handle
-    )
+    held = lambda x: x.value() if _is_handle(x) else x  # noqa: E731
+    return jax.tree.map(held, tree, is_leaf=_is_handle)
 
 
 # --- choosing variables ---------------------------------------------------------------
@@ -228,9 +227,8 @@ def describe(tree: PyTree, prefix: str = "") -> Any:
     if is_slices(tree):
         values, indices = _joined(prefix, "values"), _joined(prefix, "indices")
         return {"slices": [values, indices], "dense_shape": tree.dense_shape}
-    children, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree
-    )
+    is_child = lambda node: node is not tree  # noqa: E731
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_child)
     if len(children) == 1 and not children[0][0]:
         return prefix or _ROOT
     parts = []

@@ -26,8 +26,7 @@ def in_shards(leaves: dict[str, Leaf], processes: Processes = ALONE) -> list[Par
     """Plan one file for each shard; None for the files of other processes.
 
     An array that is not sharded goes into the smallest file. Values that every process has
-    on its own, an array on its devices or a string, may differ, and the first writes its
-    own.
+    on its own, an array on its devices or a string, may differ: the first's are written.
     """
     spread = {name: leaf for name, leaf in leaves.items() if leaf.is_spread}
     share = _shares(spread, processes.count)[processes.index]
@@ -89,9 +88,8 @@ def _files(
 class Save:
     """One save of a checkpoint, which replaces an older one at once.
 
-    All processes write their files under temporary names before the first one gives the
-    files of all their own. If one fails, the first deletes the files of all before any
-    process raises.
+    All processes write their files under temporary names before the first one renames
+    those of all. If one fails, the first deletes them before any process raises.
     """
 
     prefix: str  #: the path of the checkpoint.

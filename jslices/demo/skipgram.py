@@ -176,16 +176,11 @@ def make_step(whole: Callable[..., Any], batch: int) -> Callable[..., Any]:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: Any, data: Data, key: jax.Array) -> Any:
-        drawn = draw(data, jax.random.fold_in(key, count_of(state)), batch)
+        count = next(x for x in jax.tree.leaves(state) if x.ndim == 0)  # of steps
+        drawn = draw(data, jax.random.fold_in(key, count), batch)
         return whole(params, state, *drawn)
 
     return step
-
-
-def count_of(state: Any) -> jax.Array:
-    """The number of the step, which every optimizer state holds."""
-    counts = [x for x in jax.tree.leaves(state) if x.ndim == 0]
-    return counts[0]
 
 
 def sparse_step(

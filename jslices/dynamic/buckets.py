@@ -56,16 +56,12 @@ class Part(NamedTuple):
         place = self._places()
         new, sightings = self._sighted(self._seen(place), place)
         part = self._replace(own=self.own & (sightings >= new.after))
-        claims = (
-            new,
-            place,
-            jnp.zeros_like(self.own),
-            WideIds(*(jnp.full_like(x, NOBODY) for x in self.ids)),
-            jnp.any(part._waits(place)),
-        )
-        new, place, is_fresh, evicted, _ = lax.while_loop(
-            lambda claims: claims[-1], functools.partial(part._claim, sightings), claims
-        )
+        nobody = WideIds(*(jnp.full_like(x, NOBODY) for x in self.ids))
+        waits = jnp.any(part._waits(place))
+        claims = new, place, jnp.zeros_like(self.own), nobody, waits
+        claim = functools.partial(part._claim, sightings)
+        claims = lax.while_loop(lambda claims: claims[-1], claim, claims)
+        new, place, is_fresh, evicted, _ = claims
         rows = self._rows(place)
         refused = jnp.sum(self._waits(place), dtype=jnp.int32)
         return new, rows, (jnp.where(is_fresh, rows, NO_ROW), evicted, refused)
@@ -88,9 +84,8 @@ class Part(NamedTuple):
         """The map in the next step, in which some owners are seen."""
         old, step, hits, seen = self.map, self.map.step + 1, self.map.hits, 0
         if hits is not None:
-            used, seen = (
-                x.at[place].get(mode="fill", fill_value=0) for x in (hits, old.last)
-            )
+            at = lambda x: x.at[place].get(mode="fill", fill_value=0)  # noqa: E731
+            used, seen = at(hits), at(old.last)
             hits = hits.at[place].set(self._aged(used, step - seen), mode="drop")
             hits = hits.at[place].add(1, mode="drop")
         # The new value depends on the old one, or XLA keeps both arrays.
@@ -106,17 +101,15 @@ class Part(NamedTuple):
         if counters is None:
             return new, jnp.ones_like(place)
         if new.half_life is not None:
-            counters = lax.cond(
-                new.step % new.half_life == 0, lambda x: x >> 1, lambda x: x, counters
-            )
+            halves = new.step % new.half_life == 0
+            counters = lax.cond(halves, lambda x: x >> 1, lambda x: x, counters)
         # Two different counters of its bucket.
         bits = hashed(self.ids, f"{new.name}/sightings")
         one = (bits % COUNTERS).astype(jnp.int32)
         two = (one + 1 + ((bits >> 8) % (COUNTERS - 1)).astype(jnp.int32)) % COUNTERS
         at = jnp.stack([self.bucket * COUNTERS + x for x in (one, two)])
-        counters = counters.at[jnp.where(self._waits(place), at, counters.size)].add(
-            1, mode="drop"
-        )
+        counted = jnp.where(self._waits(place), at, counters.size)
+        counters = counters.at[counted].add(1, mode="drop")
         sightings = jnp.min(counters.at[at].get(mode="promise_in_bounds"), 0)
         return dataclasses.replace(new, sightings=counters), sightings
 
@@ -166,10 +159,9 @@ class Part(NamedTuple):
 
 def _owned(old: Any, place: jax.Array, ids: WideIds, last: jax.Array) -> Any:
     """The map in which ids own some places, and were last seen then."""
-    new = {"low": ids.low, "high": ids.high, "last": last}
-    return dataclasses.replace(
-        old, **{n: getattr(old, n).at[place].set(x, mode="drop") for n, x in new.items()}
-    )
+    put = lambda x, new: x.at[place].set(new, mode="drop")  # noqa: E731
+    low, high = map(put, (old.low, old.high), ids)
+    return dataclasses.replace(old, low=low, high=high, last=put(old.last, last))
 
 
 def _ways(x: jax.Array, bucket: jax.Array) -> jax.Array:

@@ -27,8 +27,7 @@ class Batch(NamedTuple):
     def entries_of(self, rows: np.ndarray) -> np.ndarray:
         """The entries of rows of these buckets; zeros for those that are shared."""
         entries = np.append(self.entries, np.zeros_like(self.entries[:1]), axis=0)
-        of_rows: np.ndarray = entries[np.searchsorted(self.numbers, rows)]
-        return of_rows
+        return entries[np.searchsorted(self.numbers, rows)]  # type: ignore[no-any-return]
 
 
 class HostIdMap:

@@ -29,8 +29,7 @@ class WideIds(NamedTuple):
         On the host: not under ``jax.jit``.
         """
         words = np.stack([np.asarray(self.low), np.asarray(self.high)], -1)
-        ids: np.ndarray = words.astype("<u4").view("<i8")[..., 0]
-        return ids
+        return words.astype("<u4").view("<i8")[..., 0]  # type: ignore[no-any-return]
 
 
 def wide_ids(ids: Any) -> WideIds:

@@ -250,8 +250,7 @@ def id_map(
         that was taken for another is found out by :meth:`IdMap.check`.
       policy: whose row a new id takes when its bucket is full. ``"lru"``: that of the owner
         that was not seen for longest. ``"lfu"``: of the one seen least often.
-        ``"tinylfu"``: the same, if the new id was seen more often than that. ``"never"``:
-        nobody's.
+        ``"tinylfu"``: the same, if the new id was seen more often. ``"never"``: nobody's.
       after: an id gets a row when it is seen for this time, as counted by two counters of
         its bucket, which others may share: a count is never too low.
       expire: None, or the number of steps after which an owner that was not seen loses its

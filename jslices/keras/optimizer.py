@@ -12,15 +12,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from jslices import (
-    GradientTransformation,
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_value,
-    is_slices,
-    optim,
-    tree,
-)
+import jslices as js
+from jslices import GradientTransformation, is_slices
 from jslices._arguments import Number
 from jslices._densify import warn_at_line
 from jslices._typing import PyTree, State
@@ -33,7 +26,7 @@ Rate: TypeAlias = Any
 
 # Keras looks up the names of a file in its register: the class below, and these functions.
 register = keras.saving.register_keras_serializable(package="jslices")
-for make in vars(optim).values():
+for make in vars(js.optim).values():
     if inspect.isfunction(make) and "learning_rate" in inspect.signature(make).parameters:
         register(make)
 
@@ -199,7 +192,7 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.build(list(trainable_variables))
         gradients = self._all_gradients(list(grads), trainable_variables)
         if self.loss_scale_factor is not None:
-            gradients = tree.map(lambda g: g / self.loss_scale_factor, gradients)
+            gradients = js.tree.map(lambda g: g / self.loss_scale_factor, gradients)
         tx = self._tx(self._rate())
         args = self._clipped(gradients), self._state(), self.values()
         self._assign(*tx.apply(*args))
@@ -264,12 +257,12 @@ class Optimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _clipped(self, grads: ByPath) -> ByPath:
         if self.clipnorm:
-            return tree.map(lambda g: clip_by_norm(g, self.clipnorm), grads)
+            return js.tree.map(lambda g: js.clip_by_norm(g, self.clipnorm), grads)
         if self.clipvalue:
             limit = self.clipvalue
-            return tree.map(lambda g: clip_by_value(g, -limit, limit), grads)
+            return js.tree.map(lambda g: js.clip_by_value(g, -limit, limit), grads)
         if self.global_clipnorm:
-            return clip_by_global_norm(grads, self.global_clipnorm)[0]
+            return js.clip_by_global_norm(grads, self.global_clipnorm)[0]
         return grads
 
     # --- rows that wait -----------------------------------------------------------------

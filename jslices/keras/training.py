@@ -148,14 +148,11 @@ def train_step(
     catching_up = catch_up if optimizer.catches_up else None
     tx = GradientTransformation(unused, unused, catching_up, apply=apply)
     step = whole_step(loss, tx, has_aux=True, sparse=sparse, jit=False)
-    params, optimizer_variables, _, aux = step(
-        optimizer.by_path(trainable), optimizer_variables
-    )
+    params, state, _, aux = step(optimizer.by_path(trainable), optimizer_variables)
     unscaled_loss, y_pred, non_trainable, metrics = aux
-    logs, metrics = model._update_metrics_variables(
-        metrics, unscaled_loss, x, y, y_pred, sample_weight
-    )
-    return logs, (list(params.values()), non_trainable, optimizer_variables, metrics)
+    args = metrics, unscaled_loss, x, y, y_pred, sample_weight
+    logs, metrics = model._update_metrics_variables(*args)
+    return logs, (list(params.values()), non_trainable, state, metrics)
 
 
 def optimizer_of(model: keras.Model) -> Optimizer:

@@ -77,8 +77,8 @@ def adadelta(
     minus sign: ``optax.adadelta()`` climbs. TensorFlow's defaults are ``rho=0.95``,
     ``eps=1e-8`` and a learning rate of 0.001.
     """
-    exact = untouched == "exact"
-    if exact and rule.decays(weight_decay):
+    exact, decays = untouched == "exact", rule.decays(weight_decay)
+    if exact and decays:
         raise ValueError(
             'adadelta(untouched="exact") takes no weight_decay: it is part of the gradient '
             "here, so that a row without one still moves, and not in closed form; use "
@@ -109,10 +109,7 @@ def adadelta(
             return kernel
 
         state = {"e_g": rule.zeros(), "e_x": rule.zeros()}
-        return rule.Rule(
-            state, update, reads_params=rule.decays(weight_decay), missed=missed
-        )
+        return rule.Rule(state, update, reads_params=decays, missed=missed)
 
-    return transformation(
-        AdadeltaState, rule_of(weight_decay), other=rule_of(0.0), mask=weight_decay_mask
-    )
+    first, other = rule_of(weight_decay), rule_of(0.0)
+    return transformation(AdadeltaState, first, other=other, mask=weight_decay_mask)

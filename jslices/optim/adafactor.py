@@ -62,8 +62,7 @@ def adafactor(
     afterwards. Clip the gradients, skip such steps, or pass ``factored=False``, which keeps
     the damage in its row.
 
-    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is its
-    state.
+    Untouched rows: lazy. A row without gradient and its state are neither read nor written.
 
     Args:
       learning_rate: a number, a schedule of the step (from 0), or None for 1.
@@ -90,8 +89,7 @@ def adafactor(
       ValueError: for ``untouched="exact"``; from ``update``, for slices of a factored
         parameter of rank 3 or more.
 
-    Cost: a step reads and writes ``U * D`` elements of the parameter and ``U`` numbers of
-    state.
+    Cost: a step reads and writes ``U * D`` elements of the parameter, ``U`` of the state.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
@@ -140,12 +138,8 @@ def adafactor(
 
         return _Factors(axes_of, eps, decay_rate, decay_offset, finished).rule(starts)
 
-    return transformation(
-        AdafactorState,
-        rule_of(weight_decay_rate),
-        other=rule_of(None),
-        mask=weight_decay_mask,
-    )
+    first, other = rule_of(weight_decay_rate), rule_of(None)
+    return transformation(AdafactorState, first, other=other, mask=weight_decay_mask)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -59,7 +59,6 @@ def adagrad(
     TensorFlow's ``AdagradOptimizer`` has no ``eps``. PyTorch's and FBGEMM's
     ``EXACT_ADAGRAD`` start from 0 and add ``eps`` outside the root, 1e-10 and 1e-8.
     """
-    del untouched  # the same in both forms
 
     def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)

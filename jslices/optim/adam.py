@@ -47,10 +47,9 @@ def adam(
         nu = b2 * nu + (1 - b2) * g**2
         p -= lr * (mu / (1 - b1**t)) / (sqrt(nu / (1 - b2**t) + eps_root) + eps)
 
-    Untouched rows: lazy or exact. Lazy: a row without gradient is neither read nor written,
-    and nor is its state; t counts all steps, not those of the row, unless
-    ``bias_correction="row"``. Exact: its means decay and it moves on when it catches up, as
-    in a dense optimizer.
+    Untouched rows: lazy or exact. Lazy: a row without gradient and its state are neither
+    read nor written; t counts all steps, with ``bias_correction="row"`` the row's. Exact:
+    its means decay and it moves on when it catches up, as in a dense optimizer.
 
     Args:
       learning_rate: a number, or a schedule of the step (from 0).
@@ -182,6 +181,5 @@ class Moments(NamedTuple):
 
         series = step_moments(first, second, nesterov, eps_hat)
         panels = panel_ends(first, second, has_root)
-        return MissedSteps(
-            advance, learning_rate, series, decay, panels=panels, numbers=self
-        )
+        of_rows = advance, learning_rate, series, decay
+        return MissedSteps(*of_rows, panels=panels, numbers=self)

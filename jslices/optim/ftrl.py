@@ -57,8 +57,7 @@ def ftrl(
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
-      A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: 2 D
-      numbers.
+      A :class:`GradientTransformation`; ``update`` needs parameters. State per row: 2 D.
 
     Raises:
       ValueError: for a hyperparameter out of its range, and for ``untouched="exact"``.

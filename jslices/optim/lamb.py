@@ -51,8 +51,7 @@ def lamb(
       untouched: ``"lazy"``; ``"exact"`` is refused.
 
     Returns:
-      A :class:`GradientTransformation`; ``update`` needs the parameters. State per row: 2 D
-      numbers.
+      A :class:`GradientTransformation`; ``update`` needs parameters. State per row: 2 D.
 
     Raises:
       ValueError: for ``untouched="exact"``.
@@ -87,12 +86,9 @@ def lamb(
 
             return kernel
 
-        return rule.Rule(
-            {"mu": rule.zeros(), "nu": rule.zeros()},
-            update,
-            update_rows=functools.partial(update, by_row=True),
-            reads_params=True,
-        )
+        state = {"mu": rule.zeros(), "nu": rule.zeros()}
+        by_row = functools.partial(update, by_row=True)
+        return rule.Rule(state, update, update_rows=by_row, reads_params=True)
 
     return transformation(LambState, rule_of(weight_decay), other=rule_of(0.0), mask=mask)
 

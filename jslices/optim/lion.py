@@ -101,9 +101,8 @@ def lion(
             return kernel
 
         missed = lion_missed(rate) if exact or everywhere else None
-        return rule.Rule(
-            {"mu": rule.zeros(mu_dtype)}, update, reads_params=True, missed=missed
-        )
+        state = {"mu": rule.zeros(mu_dtype)}
+        return rule.Rule(state, update, reads_params=True, missed=missed)
 
     def lion_missed(rate: Any) -> MissedSteps:
         rule.check_fading("lion", b1=b1, b2=b2)

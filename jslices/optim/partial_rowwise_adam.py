@@ -100,9 +100,8 @@ def partial_rowwise_adam(
 
             missed = dataclasses.replace(adam, advance=advance)
         state = {"mu": rule.zeros(mu_dtype), "nu": rule.row_of(0)}
-        reads_params = rule.decays(weight_decay)
-        return rule.Rule(state, update, reads_params=reads_params, missed=missed)
+        decays = rule.decays(weight_decay)
+        return rule.Rule(state, update, reads_params=decays, missed=missed)
 
-    return transformation(
-        PartialRowwiseAdamState, rule_of(weight_decay), other=rule_of(0.0), mask=mask
-    )
+    first, other = rule_of(weight_decay), rule_of(0.0)
+    return transformation(PartialRowwiseAdamState, first, other=other, mask=mask)

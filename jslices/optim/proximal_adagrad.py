@@ -110,6 +110,5 @@ def proximal_adagrad(
         numbers = l1, l2, constant if l2 else 0
         missed = MissedSteps(advance, learning_rate, keeps_rates=True, numbers=numbers)
     state = {"accum": rule.full(initial_accumulator_value)}
-    return transformation(
-        ProximalAdagradState, rule.Rule(state, update, reads_params=True, missed=missed)
-    )
+    own = rule.Rule(state, update, reads_params=True, missed=missed)
+    return transformation(ProximalAdagradState, own)

@@ -41,8 +41,7 @@ def rowwise_adagrad(
     and nor is its state. Exact: its weights decay when it catches up, as in a dense
     optimizer. Without weight decay both are the same, and the same as dense.
 
-    Arguments that are not listed are those of :func:`jslices.adagrad`; ``eps`` is added to
-    the root.
+    Other arguments are those of :func:`jslices.adagrad`; ``eps`` is added to the root.
 
     Args:
       weight_decay: a number, or a schedule of the step.
@@ -94,6 +93,5 @@ def rowwise_adagrad(
         state = {"sum_of_squares": rule.row_of(initial_accumulator_value)}
         return rule.Rule(state, update, reads_params=decays, missed=missed)
 
-    return transformation(
-        RowwiseAdagradState, rule_of(weight_decay), other=rule_of(0.0), mask=mask
-    )
+    first, other = rule_of(weight_decay), rule_of(0.0)
+    return transformation(RowwiseAdagradState, first, other=other, mask=mask)

@@ -42,10 +42,9 @@ def sgd(
     With momentum the update is ``-lr * t``, or ``-lr * (g + momentum * t)`` for Nesterov.
     Weight decay (L2) is part of the gradient: ``g + weight_decay * p`` in place of ``g``.
 
-    Untouched rows: lazy or exact. Without momentum and weight decay both are the same, and
-    the same as dense. Lazy: a row without gradient is neither read nor written, and nor is
-    its momentum. Exact: its momentum moves it on, or its weights decay, when it catches up,
-    as in a dense optimizer.
+    Untouched rows: lazy or exact. Without momentum and weight decay both are as dense.
+    Lazy: a row without gradient and its momentum are neither read nor written. Exact: its
+    momentum moves it on, or its weights decay, when it catches up, as in a dense optimizer.
 
     Args:
       learning_rate: a number, or a schedule of the step (from 0).

@@ -81,16 +81,15 @@ class StackedTables:
                 "StackedTables wants tables of at least one row by their names, "
                 f'{{"user": (1000, 16)}}, got {shapes}'
             )
-        if len({shape[1:] for shape in shape_of.values()}) > 1:
+        row_shapes = {shape[1:] for shape in shape_of.values()}
+        if len(row_shapes) > 1:
             raise js.InvalidArgumentError(
                 f"StackedTables wants tables whose rows have one shape, got {shape_of}; "
                 "make one StackedTables for each shape of rows"
             )
         sizes = tuple(shape[0] for shape in shape_of.values())
-        object.__setattr__(self, "names", tuple(shape_of))
-        object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "row_shape", next(iter(shape_of.values()))[1:])
-        object.__setattr__(self, "num_rows", js.padded_rows(sum(sizes), devices))
+        vars(self).update(names=tuple(shape_of), sizes=sizes, row_shape=row_shapes.pop())
+        vars(self).update(num_rows=js.padded_rows(sum(sizes), devices))
 
     def __repr__(self) -> str:
         spans = self._spans.items()
@@ -275,10 +274,8 @@ class StackedTables:
                 refuse_bad_ids(ids, size, "rows", f"ids of {name!r}", others)
         dtype = index_dtype(self.num_rows, np.dtype(numbers.dtype))
         # An id of no table gets a table without rows.
-        sizes, firsts = (
-            rows_at(jnp.asarray(x, dtype), tables, fill_value=0)
-            for x in (self.sizes, self.offsets)
-        )
+        arrays = jnp.asarray(self.sizes, dtype), jnp.asarray(self.offsets, dtype)
+        sizes, firsts = (rows_at(x, tables, fill_value=0) for x in arrays)
         return self._settled_rows(numbers, sizes, firsts, mode)
 
     def lookup(
@@ -353,9 +350,8 @@ class StackedTables:
         for (name, bag), end in zip(bags.items(), ends, strict=True):
             inside = bag.segments < bag.num_bags
             rows.append(self._rows_of(name, bag.original, bag.ids, mode, caller, ~inside))
-            segments.append(
-                jnp.where(inside, bag.segments + (end - bag.num_bags), ends[-1])
-            )
+            own = bag.segments + (end - bag.num_bags)
+            segments.append(jnp.where(inside, own, ends[-1]))
             one = jnp.ones_like(bag.ids, jnp.float32)  # placed as they are
             parts.append(one if bag.weights is None else bag.weights)
         ids: Any = jnp.concatenate(rows), jnp.concatenate(segments), ends[-1]

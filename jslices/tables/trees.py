@@ -78,9 +78,8 @@ def stack_tables(
     arrays = [unboxed(x) for x in boxes]
     names = [jax.tree_util.keystr(x, simple=True, separator=".") for x, _ in leaves]
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, (label, x) in enumerate(
-        zip(_labels(where, params, arrays), arrays, strict=True)
-    ):
+    labels = _labels(where, params, arrays)
+    for i, (label, x) in enumerate(zip(labels, arrays, strict=True)):
         if label is False:
             continue
         shape, dtype = jnp.shape(x), jnp.result_type(x)
@@ -236,11 +235,8 @@ class Unstack:
             parts = [unboxed(x) for x in self._tree.flatten_up_to(tree)]
         except ValueError:
             return False
-        arrays = [hasattr(x, "shape") for x in parts]
-        return any(arrays) and all(
-            is_array or not jax.tree.leaves(x)
-            for is_array, x in zip(arrays, parts, strict=True)
-        )
+        others = [x for x in parts if not hasattr(x, "shape")]
+        return len(others) < len(parts) and not jax.tree.leaves(others)
 
     def _each(self, caller: str, values: PyTree) -> list[Any]:
         params = self._tree.unflatten(range(len(self._names)))
@@ -320,9 +316,8 @@ def _labels(where: Any, params: Params, arrays: Sequence[Any]) -> list[Any]:
             )
         return [x.kind == "sparse" and x.row_axes == 1 for x in where.leaves]
     text = "where must be bools or strings in the structure of params, or a prefix of it"
-    labels = broadcast_prefix(
-        where(params) if callable(where) else where, params, text, _is_leaf
-    )
+    where = where(params) if callable(where) else where
+    labels = broadcast_prefix(where, params, text, _is_leaf)
     for x in labels:
         if not isinstance(x, bool | np.bool_ | str | None):
             raise js.InvalidArgumentError(f"{text}, got {x!r}")

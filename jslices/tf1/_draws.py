@@ -137,13 +137,11 @@ class LazyValue(ArrayOperators):
             values = [next(rest) if isinstance(x, LazyValue) else x for x in operands]
             return function(*values)
 
-        out = jax.eval_shape(
-            combined, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy]
-        )
-        others = [x for x in operands if not isinstance(x, LazyValue)]
-        repeatable = all(x.repeatable for x in lazy) and not any(
-            isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(others)
-        )
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in lazy]
+        out = jax.eval_shape(combined, shapes)
+        others = jax.tree.leaves([x for x in operands if not isinstance(x, LazyValue)])
+        of_numbers = not any(isinstance(x, jax.Array | np.ndarray) for x in others)
+        repeatable = of_numbers and all(x.repeatable for x in lazy)
         draws = [draw for x in lazy for draw in x._draws]
         make = lambda: combined([x.value() for x in lazy])  # noqa: E731
         return LazyValue(make, draws, tuple(out.shape), np.dtype(out.dtype), repeatable)

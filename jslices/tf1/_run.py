@@ -4,18 +4,19 @@ A :class:`Run` is TensorFlow's graph and session in one, for as long as it lasts
 of runs is a context variable, so every thread (and every task) has its own.
 """
 
-import collections
 import contextlib
-import contextvars
 import dataclasses
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.extend.core
 
+from jslices.tf1._arrays import T
 from jslices.tf1._names import Names
 from jslices.tf1._state import Initial, Value, Variables
 
@@ -36,9 +37,7 @@ class Initialization:
 
     key: jax.Array | None
     name: str
-    _draws: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
-    )
+    _draws: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def next_draw(self, prefix: str = "") -> DrawId:
         """The next of the draws that are counted together under this prefix.
@@ -56,18 +55,18 @@ class Initialization:
         return None if key is None else jax.random.fold_in(key, draw[1])
 
 
-_initialization: contextvars.ContextVar[Initialization | None] = contextvars.ContextVar(
+_initialization: ContextVar[Initialization | None] = ContextVar(
     "jslices_initialization", default=None
 )
 
 
 @contextlib.contextmanager
-def _initializing(what: Initialization | None) -> Iterator[None]:
-    token = _initialization.set(what)
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _initialization.reset(token)
+        variable.reset(token)
 
 
 def initial_value(make: Initial, key: jax.Array | None, name: str) -> jax.Array:
@@ -75,7 +74,7 @@ def initial_value(make: Initial, key: jax.Array | None, name: str) -> jax.Array:
 
     ``tf.random_normal`` and the like learn from it which variable they draw for.
     """
-    with _initializing(Initialization(key, name)):
+    with _set(_initialization, Initialization(key, name)):
         return make(key_for(key, name))
 
 
@@ -161,20 +160,14 @@ class Run:
         return Variables({**(self.passed or {}), **values}, infos)
 
 
-_runs: contextvars.ContextVar[tuple[Run, ...]] = contextvars.ContextVar(
-    "jslices_runs", default=()
-)
+_runs: ContextVar[tuple[Run, ...]] = ContextVar("jslices_runs", default=())
 
 
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[Run]:
     """Make ``run`` the current run, outside all initial values."""
-    token = _runs.set((*_runs.get(), run))
-    try:
-        with _initializing(None):
-            yield run
-    finally:
-        _runs.reset(token)
+    with _set(_runs, (*_runs.get(), run)), _set(_initialization, None):
+        yield run
 
 
 def current_run_or_none() -> Run | None:

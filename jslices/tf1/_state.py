@@ -61,7 +61,7 @@ class Variables(Mapping[str, Value]):
       True
     """
 
-    _infos: tuple[VariableInfo, ...]
+    infos: tuple[VariableInfo, ...]  #: the static properties of each, in order.
     _values: tuple[Value, ...]
 
     def __init__(
@@ -74,15 +74,15 @@ class Variables(Mapping[str, Value]):
             if name not in by_name:
                 by_name[name] = VariableInfo(name, position=position)
                 position += 1
-        infos = [by_name[name] for name in values]
-        self._infos = tuple(sorted(infos, key=lambda info: info.position))
-        self._values = tuple(values[info.name] for info in self._infos)
+        own = (by_name[name] for name in values)
+        self.infos = tuple(sorted(own, key=lambda info: info.position))
+        self._values = tuple(values[info.name] for info in self.infos)
 
     # --- mapping ------------------------------------------------------------------
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Value]:
-        return {i.name: v for i, v in zip(self._infos, self._values, strict=True)}
+        return {i.name: v for i, v in zip(self.infos, self._values, strict=True)}
 
     def __getitem__(self, name: str) -> Value:
         if bare_name(name) not in self._by_name:
@@ -90,14 +90,14 @@ class Variables(Mapping[str, Value]):
         return self._by_name[bare_name(name)]
 
     def __iter__(self) -> Iterator[str]:
-        return (info.name for info in self._infos)
+        return (info.name for info in self.infos)
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self.infos)
 
     def __reduce__(self) -> Any:
         # Functions that make initial values may be closures, which do not pickle.
-        infos = [dataclasses.replace(info, initial=None) for info in self._infos]
+        infos = [dataclasses.replace(info, initial=None) for info in self.infos]
         return Variables, (dict(self), infos)
 
     # Arrays are not compared here; a Variables is equal to itself.
@@ -107,26 +107,21 @@ class Variables(Mapping[str, Value]):
     # --- pytree -------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[VariableInfo, ...]]:
-        keys = (jax.tree_util.DictKey(info.name) for info in self._infos)
-        return tuple(zip(keys, self._values, strict=True)), self._infos
+        keys = (jax.tree_util.DictKey(info.name) for info in self.infos)
+        return tuple(zip(keys, self._values, strict=True)), self.infos
 
     def tree_flatten(self) -> tuple[Any, tuple[VariableInfo, ...]]:
-        return self._values, self._infos
+        return self._values, self.infos
 
     @classmethod
     def tree_unflatten(
         cls, infos: tuple[VariableInfo, ...], values: Sequence[Value]
     ) -> "Variables":
         new = object.__new__(cls)
-        new._infos, new._values = infos, tuple(values)
+        new.infos, new._values = infos, tuple(values)
         return new
 
     # --- parts and unions -----------------------------------------------------------
-
-    @property
-    def infos(self) -> tuple[VariableInfo, ...]:
-        """The static properties of each variable, in order."""
-        return self._infos
 
     @property
     def trainable(self) -> "Variables":
@@ -144,7 +139,7 @@ class Variables(Mapping[str, Value]):
 
     def where(self, keep: Callable[[VariableInfo], bool]) -> "Variables":
         """The variables for whose :class:`VariableInfo` ``keep`` returns True."""
-        infos = tuple(info for info in self._infos if keep(info))
+        infos = tuple(info for info in self.infos if keep(info))
         return Variables.tree_unflatten(infos, [self._by_name[i.name] for i in infos])
 
     def __or__(self, other: Mapping[str, Value]) -> "Variables":
@@ -152,7 +147,7 @@ class Variables(Mapping[str, Value]):
         if not isinstance(other, Mapping):
             return NotImplemented
         theirs = other.infos if isinstance(other, Variables) else ()
-        infos = {info.name: info for info in (*theirs, *self._infos)}
+        infos = {info.name: info for info in (*theirs, *self.infos)}
         values = {**self, **{bare_name(name): value for name, value in other.items()}}
         return Variables(values, tuple(infos.values()))
 
@@ -170,7 +165,7 @@ class Variables(Mapping[str, Value]):
         trainable = {True: "", False: " not trainable"}
         parts = (
             f"{info.name}: {_describe(self[info.name])}{trainable[info.trainable]}"
-            for info in self._infos
+            for info in self.infos
         )
         return f"Variables({', '.join(parts)})"
 

@@ -110,8 +110,7 @@ def transform(fn: Callable[..., Any]) -> Transformed:
             args, kwargs = jax.tree.unflatten(structure, merged)
             return init(jax.random.key(0), *args, **kwargs)
 
-        declared: Variables = jax.eval_shape(init_of_arrays, arrays)
-        return declared
+        return jax.eval_shape(init_of_arrays, arrays)  # type: ignore[no-any-return]
 
     return Transformed(init, apply, abstract_init)
 
@@ -126,9 +125,8 @@ def _is_key(x: Any) -> bool:
 
 def _arrays_only(out: PyTree) -> PyTree:
     """``out`` with arrays for lazy values; handles in it are refused."""
-    leaves, tree = jax.tree.flatten(
-        out, is_leaf=lambda x: isinstance(x, LazyValue | Variable)
-    )
+    is_handle = lambda x: isinstance(x, LazyValue | Variable)  # noqa: E731
+    leaves, tree = jax.tree.flatten(out, is_leaf=is_handle)
     names = [x.name for x in leaves if isinstance(x, Variable)]
     if names:
         raise ValueError(

@@ -404,10 +404,6 @@ def _check_slices(delta: TensorLike, what: str, advice: str = "") -> None:
     check_slices(delta)
 
 
-def _flatten(variable: Variable) -> tuple[tuple[Array], str]:
-    return (variable.value(),), variable.info.name
-
-
 def _unflatten(name: str, children: Sequence[Array]) -> Variable:
     copy = object.__new__(Variable)
     copy.info, copy._run = VariableInfo(bare_name(name)), None
@@ -417,4 +413,6 @@ def _unflatten(name: str, children: Sequence[Array]) -> Variable:
 
 
 # So that jnp.sum(v) and jax.jit(f)(v) accept a handle: they see a read-only copy.
-jax.tree_util.register_pytree_node(Variable, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    Variable, lambda v: ((v.value(),), v.info.name), _unflatten
+)

@@ -232,12 +232,10 @@ def conv2d(
             f"conv2d: strides must be four integers in the order {data_format}, those of N "
             f"and C being 1, not {strides!r}"
         )
+    images, window = jnp.asarray(input), (steps["H"], steps["W"])
+    formats = data_format, "HWIO", data_format
     return jax.lax.conv_general_dilated(
-        jnp.asarray(input),
-        jnp.asarray(filter),
-        (steps["H"], steps["W"]),
-        padding,
-        dimension_numbers=(data_format, "HWIO", data_format),
+        images, jnp.asarray(filter), window, padding, dimension_numbers=formats
     )
 
 

@@ -25,8 +25,7 @@ def accumulate_gradients(
     """The mean of ``f`` over micro-batches, in which IndexedSlices stay IndexedSlices.
 
     ``lax.scan`` runs ``f`` on one micro-batch after the other. Arrays (losses, dense
-    gradients) are added up in the loop; the rows of IndexedSlices are collected and summed
-    at the end.
+    gradients) are added up in the loop; rows of IndexedSlices are summed at the end.
 
     Args:
       f: a function of one micro-batch that returns a pytree of arrays, IndexedSlices
@@ -111,8 +110,7 @@ def sum_stacked(tree: PyTree, reduction: str = "mean") -> Any:
 
     Raises:
       TypeError: for slices whose indices a foreign ``tree.map`` has changed.
-      ValueError: for another ``reduction``, without a leading axis, or if it differs from
-        leaf to leaf.
+      ValueError: for another ``reduction``, and without one leading axis of all leaves.
 
     Cost: a sort of ``T * K`` integers and one pass over ``T * K * D`` elements per
     IndexedSlices; nothing of the table's size.

@@ -76,7 +76,6 @@ def stateless(f: Callable[[Gradients], Gradients], **parts: Any) -> GradientTran
     def update(
         grads: Gradients, state: State, params: Params = None
     ) -> tuple[Gradients, State]:
-        del params
         return f(grads), state
 
     return GradientTransformation(lambda params: (), update, **parts)
@@ -105,10 +104,8 @@ def map_with_prefix(
     columns = [values_of_prefix(argument, prefix, tree)]
     columns += map(structure.flatten_up_to, rest)
     return structure.unflatten(
-        [
-            x if value is None or x is None or is_masked(x) else f(as_leaf(x), value, *more)
-            for x, value, *more in zip(leaves, *columns, strict=True)
-        ]
+        x if value is None or x is None or is_masked(x) else f(as_leaf(x), value, *more)
+        for x, value, *more in zip(leaves, *columns, strict=True)
     )
 
 

@@ -7,15 +7,11 @@ import jax
 
 from jslices._grad.untouched import read_update
 from jslices._typing import Gradients, Key, Params, PyTree, State, Transformation
+from jslices.optim.engine import protocol
 from jslices.optim.engine.checks import other_state
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.now import not_read
-from jslices.optim.engine.protocol import (
-    GradientTransformation,
-    has_no_rows,
-    is_leaf,
-    widening,
-)
+from jslices.optim.engine.protocol import GradientTransformation, has_no_rows, is_leaf
 from jslices.optim.transforms import base
 
 MOVES_OTHER_ROWS = (
@@ -116,7 +112,8 @@ def chain(*transformations: Transformation) -> GradientTransformation:
             if not all(read_update(x, grads, params, extra_args)[1] for x in of_any_rows):
                 raise ValueError(MOVES_OTHER_ROWS)
             harmless.add(tree)
-        first = widening(functools.partial(in_turn, before), key[0] if key else None)
+        in_turn_before = functools.partial(in_turn, before)
+        first = protocol.widening(in_turn_before, key[0] if key else None)
         grads, new = first(grads, state[:at], params, **extra_args)
         result, mine = getattr(last, name)(grads, mine, params, *key, **extra_args)
         if not measures:
@@ -130,11 +127,8 @@ def chain(*transformations: Transformation) -> GradientTransformation:
     def plan(grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """That of the last link which steps a gradient by a plan."""
         plans = [tx.plan(grads, params, platform) for tx in reversed(links)]
-        return jax.tree.map(
-            lambda *each: next((x for x in each if x is not None), None),
-            *plans,
-            is_leaf=lambda x: x is None,
-        )
+        first = lambda *each: next((x for x in each if x is not None), None)  # noqa: E731
+        return jax.tree.map(first, *plans, is_leaf=lambda x: x is None)
 
     whole = lambda state, mine: (*state[:at], mine, *state[at + 1 :])  # noqa: E731
     rest = base.catching_up(last, part, whole)

@@ -75,8 +75,7 @@ def clip_by_global_norm(
       before clipping. If the norm is NaN or infinite, everything becomes NaN.
 
     Raises:
-      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
-        changed.
+      TypeError: for integers, and for indices that a foreign ``tree.map`` has changed.
       ValueError: for a limit that is negative or not a single number.
 
     Cost: a sort of K integers and two passes over ``K * D`` elements per IndexedSlices.
@@ -130,8 +129,7 @@ def clip_by_norm(
       indices. Where the norm is NaN or infinite, the result is NaN.
 
     Raises:
-      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
-        changed.
+      TypeError: for integers, and for indices that a foreign ``tree.map`` has changed.
       ValueError: for an axis that ``t`` does not have, or a limit that is negative or has
         more elements along an axis than ``t``.
 
@@ -163,8 +161,7 @@ def clip_rows_by_norm(t: Leaf, max_norm: ArrayLike) -> Any:
         slices, where those of a row's entries add up, as the entries do.
 
     Returns:
-      An array or slices, as ``t``. A row that holds NaN or an infinity becomes NaN, the
-      others do not.
+      An array or slices, as ``t``. Rows with NaN or an infinity become NaN, others do not.
 
     Raises:
       TypeError, ValueError: as there, and for a scalar ``t``.
@@ -249,8 +246,7 @@ def clip_by_value(t: Leaf, clip_value_min: ArrayLike, clip_value_max: ArrayLike)
 
     Returns:
       An array or slices, as ``t``, in its dtype; slices with values ``[U, *D]`` and unique
-      indices. NaN stays NaN. The gradient is 1 between the bounds, the bounds included,
-      and 0 outside.
+      indices. NaN stays NaN. The gradient is 1 from bound to bound, both included, else 0.
 
     Raises:
       TypeError: for floating bounds of integers, complex numbers, and slices whose
@@ -384,10 +380,8 @@ def check_limit(name: str, what: str, limit: Any, single: bool = False) -> jax.A
     if single or np.ndim(limit) == 0 or not is_real(limit.dtype):
         LIMIT.check(name, what, limit)
     array: Any = limit
-    if not isinstance(
-        limit, jax.Array
-    ):  # of NumPy: JAX would compile a program to make one
-        array = np.asarray(limit)
+    if not isinstance(limit, jax.Array):
+        array = np.asarray(limit)  # JAX would compile a program to make one
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     if jnp.issubdtype(array.dtype, jnp.integer):
         array = array.astype(jnp.float32)

@@ -18,8 +18,7 @@ from jslices.optim.transforms.clip import check_limit
 def clip_by_global_norm(max_norm: float | jax.Array) -> GradientTransformation:
     """:func:`jslices.clip_by_global_norm` to ``max_norm`` ``[]``, without a state.
 
-    Untouched rows stay untouched. Errors and cost are those of the function; the limit is
-    checked at once.
+    Untouched rows stay so. Errors, the limit's at once, and cost are those of the function.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js, optax

@@ -63,8 +63,7 @@ def freeze_rows(tx: Transformation, frozen: PyTree) -> Any:
       means go on by their gradients. Call ``tx.flush`` before and after.
 
     Raises:
-      TypeError: for the state of an optimizer that is not exact, and for anything but
-        bools.
+      TypeError: for the state of an optimizer that is not exact, and for all but bools.
       ValueError: for bools of another length than the table, or another structure; for a
         function as :func:`scale`.
 

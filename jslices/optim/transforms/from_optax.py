@@ -41,8 +41,7 @@ def from_optax(tx: Transformation) -> GradientTransformation:
     part of the state that mirrors the parameters are read, ``tx`` runs on those rows as if
     they were the whole array, and the rows are written back.
 
-    Untouched rows: lazy. A row without gradient is neither read nor written, and nor is
-    its state.
+    Untouched rows: lazy. A row without gradient and its state are neither read nor written.
 
     ``tx`` must treat each row by itself, as nearly all do (Adam, RMSProp, Lion, clipping by
     value or by global norm, weight decay, schedules, chains and partitions of them). Its
@@ -134,14 +133,11 @@ class _Lifted:
         values = [_values(g) if is_slices(g) else g for g in touched]
         of_rows = tree.unflatten(values), rows.read_state(state), rows.read(params)
         outputs, new_state = self.tx.update(*of_rows, **extra_args)
-        updates = [
-            _update(u, g) for u, g in zip(tree.flatten_up_to(outputs), touched, strict=True)
-        ]
+        updates = map(_update, tree.flatten_up_to(outputs), touched)
         return tree.unflatten(updates), rows.write_state(state, new_state)
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
         """The same for every gradient: Optax's arithmetic is run once, on all rows."""
-        del platform
 
         def of(grad: Leaf, param: jax.Array) -> Plan | None:
             if not is_slices(grad):
@@ -149,9 +145,8 @@ class _Lifted:
             entries = grad.values.shape[0]
             num_rows = rows_numbered(jnp.shape(param), grad.row_axes)
             capacity = room_for_distinct(entries, num_rows)
-            return Plan(
-                "together", entries, capacity, why="Optax steps all of them at once"
-            )
+            why = "Optax steps all of them at once"
+            return Plan("together", entries, capacity, why=why)
 
         return jax.tree.map(of, grads, params, is_leaf=is_leaf)
 
@@ -213,12 +208,11 @@ class _Rows:
         *states: State,
     ) -> State:
         """``mirrored`` of the parts that mirror the parameters, ``other`` of the rest."""
-        return jax.tree.map(
-            lambda part, *more: (mirrored if self.mirrors(part) else other)(part, *more),
-            state,
-            *states,
-            is_leaf=self.mirrors,
-        )
+
+        def of(part: PyTree, *more: PyTree) -> PyTree:
+            return (mirrored if self.mirrors(part) else other)(part, *more)
+
+        return jax.tree.map(of, state, *states, is_leaf=self.mirrors)
 
     def _map(self, f: Callable[..., PyTree], *subtrees: PyTree) -> PyTree:
         """``f`` of each table with a gradient by rows; of the others the last one given."""
@@ -279,5 +273,4 @@ def _values(grad: IndexedSlices) -> jax.Array:
 def _update(update: jax.Array, grad: Leaf) -> Leaf:
     if not isinstance(grad, IndexedSlices) or grad.dense_shape is None:
         return update
-    update = where_rows(_present(grad), update, jnp.zeros((), update.dtype))
-    return grad.with_values(update)
+    return grad.with_values(where_rows(_present(grad), update))

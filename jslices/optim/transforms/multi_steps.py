@@ -80,8 +80,7 @@ def multi_steps(
         is one without rows (no gradient comes in), which fits everywhere.
 
     Cost: memory for ``k * K * D`` elements a table and one array for each dense leaf;
-    a call between the steps writes ``K * D``, the k-th one is a step of ``opt`` on
-    ``k * K`` rows.
+    a call between steps writes ``K * D``, the k-th is a step of ``opt`` on ``k * K`` rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, jslices as js
@@ -182,9 +181,8 @@ class _Buffers:
                 f"{self.structure}, got {shapes_of(leaves)} in {structure}; {help}"
             )
         n, old, new = state.mini_step, structure.flatten_up_to(state.acc_grads), []
-        for path, x, example, buffer in zip(
-            protocol.paths_of(structure), leaves, self.examples, old, strict=True
-        ):
+        columns = protocol.paths_of(structure), leaves, self.examples, old
+        for path, x, example, buffer in zip(*columns, strict=True):
             if protocol.has_no_rows(x) and example is not None:
                 x = _nothing(example)
             if is_slices(x):

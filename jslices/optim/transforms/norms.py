@@ -36,8 +36,7 @@ def global_norm(tree: PyTree) -> jax.Array:
       ``tree`` come out as NaN or infinity. The gradient where everything is zero is 0.
 
     Raises:
-      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
-        changed.
+      TypeError: for integers, and for indices that a foreign ``tree.map`` has changed.
 
     Cost: a sort of K integers and one pass over ``K * D`` elements per IndexedSlices.
 

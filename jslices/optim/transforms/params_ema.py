@@ -31,8 +31,7 @@ def params_ema(tx: Transformation, decay: Decay) -> GradientTransformation:
       ValueError: for one whose rows move in a way that has no closed form here, or decay
         faster than the average.
 
-    Cost: ``D`` numbers a row more, read and written with it, and up to seven for what it
-    misses.
+    Cost: ``D`` numbers a row more, read and written with it, up to seven for missed steps.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js

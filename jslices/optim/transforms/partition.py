@@ -200,10 +200,9 @@ class _ByLabel:
         return self.pack({k: tx.init(of(k, params)) for k, tx in self.transforms.items()})
 
     def plan(self, grads: Gradients, params: Params, platform: str | None = None) -> PyTree:
-        call: _Call = lambda tx, share, state: (  # noqa: E731
-            tx.plan(share(grads), share(params), platform),
-            state,
-        )
+        def call(tx: GradientTransformation, share: _Share, state: State) -> _Result:
+            return tx.plan(share(grads), share(params), platform), state
+
         return self._each(call, jax.eval_shape(self.init, params), params)[0]
 
     def _step(
@@ -258,10 +257,8 @@ class _ByLabel:
             if params is None:
                 reference = tree.unflatten(_shapes_of(self.argument, leaves))
             labels = labels(reference)
-        text = (
-            f"{self.argument} must have the structure of the parameters or a prefix of it"
-        )
-        labels = broadcast_prefix(labels, reference, text, is_leaf)
+        text = "must have the structure of the parameters or a prefix of it"
+        labels = broadcast_prefix(labels, reference, f"{self.argument} {text}", is_leaf)
         wrong = [
             f"{label!r}{path or ' at the root'}"
             for path, label, leaf in zip(paths_of(tree), labels, leaves, strict=True)
@@ -298,18 +295,15 @@ class _Parts(NamedTuple):
             return None
         pairs = zip(self.tree.flatten_up_to(tree), self.labels, strict=True)
         is_mine = lambda x, own: own == label or (own is None and x is None)  # noqa: E731
-        return self.tree.unflatten(
-            [x if is_mine(x, own) else MaskedNode() for x, own in pairs]
-        )
+        mine = (x if is_mine(x, own) else MaskedNode() for x, own in pairs)
+        return self.tree.unflatten(mine)
 
     def joined(self, results: Mapping[Hashable, PyTree]) -> PyTree:
         """Each leaf from the result of its label; None where it has none."""
         columns = {k: self.tree.flatten_up_to(tree) for k, tree in results.items()}
+        nothing = [None] * len(self.labels)
         return self.tree.unflatten(
-            [
-                columns[label][i] if label in columns else None
-                for i, label in enumerate(self.labels)
-            ]
+            columns.get(label, nothing)[i] for i, label in enumerate(self.labels)
         )
 
 

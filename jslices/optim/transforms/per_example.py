@@ -30,8 +30,7 @@ def per_example_norms(tree: PyTree) -> jax.Array:
       ``[B]``, in the widest dtype of the tree and at least float32.
 
     Raises:
-      TypeError: for integers, and for slices whose indices a foreign ``tree.map`` has
-        changed.
+      TypeError: for integers, and for indices that a foreign ``tree.map`` has changed.
       ValueError: without a leading axis, or if it differs from leaf to leaf.
 
     Cost: B sorts of K integers and one pass over ``B * K * D`` elements per IndexedSlices.

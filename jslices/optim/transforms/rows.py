@@ -46,10 +46,9 @@ def mask_rows(slices: Leaf, keep: Keep) -> Any:
     Args:
       slices: IndexedSlices with values ``[K, *D]``, or an array ``[V, *D]``.
       keep: which rows may move. bool ``[V]`` (``[L, V]`` where two axes number rows), by
-        row number; or a function that is given
-        the indices ``[K]`` (``V`` in empty entries) and returns bool ``[K]``; or bool
-        ``[K]``, entry by entry, where ``K`` is not ``V`` (where it is, or ``dense_shape``
-        is None, an array goes by row number: pass a function); or one bool for all.
+        row number; or a function from the indices ``[K]`` (``V`` in empty entries) to bool
+        ``[K]``; or bool ``[K]``, entry by entry, where ``K`` is not ``V`` (where it is, or
+        ``dense_shape`` is None, it is by row number: pass a function); or a bool for all.
 
     Returns:
       IndexedSlices with values ``[K, *D]`` and indices ``[K]``, in the order they came; or
@@ -90,7 +89,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
         axes = 1 if callable(keep) else max(1, min(jnp.ndim(keep), array.ndim))
         rows = jnp.arange(math.prod(array.shape[:axes])).reshape(array.shape[:axes])
         allowed = _allowed(keep, rows, array.shape[:axes])
-        return access.where_rows(allowed, array, jnp.array(rest, array.dtype))
+        return access.where_rows(allowed, array, rest)
     check_slices(slices)
     num_rows, shape = slices.num_rows, slices.dense_shape
     indices = access.canonical_indices(slices.indices, num_rows)
@@ -98,7 +97,7 @@ def only_rows(slices: Leaf, keep: Keep, rest: float) -> Any:
     sizes = None if shape is None else shape[: slices.row_axes]
     allowed = _allowed(keep, indices, sizes) & (indices != empty)
     # Of the type that came: entries stay where they are.
-    values = access.where_rows(allowed, slices.values, jnp.array(rest, slices.dtype))
+    values = access.where_rows(allowed, slices.values, rest)
     indices = jnp.where(allowed, indices, jnp.array(empty, indices.dtype))
     masked = jax.tree.unflatten(jax.tree.structure(slices), (values, indices))
     return masked.with_facts(slices.facts._replace(distinct=False))
@@ -151,8 +150,7 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
 
     Call it after the step:
     ``params = js.project_rows(js.apply_updates(params, updates), updates, 1.0)``. As only
-    touched rows can have grown, the whole table then stays within the limit if it starts
-    within it.
+    touched rows can have grown, a table that starts within the limit stays within it.
 
     Args:
       params: an array ``[V, *D]``, or a pytree of arrays.
@@ -168,8 +166,7 @@ def project_rows(params: Params, touched: PyTree, max_norm: ArrayLike) -> Any:
       holds NaN or an infinity becomes NaN.
 
     Raises:
-      TypeError: for row numbers, and slices whose indices a foreign ``tree.map`` has
-        changed.
+      TypeError: for row numbers, and indices that a foreign ``tree.map`` has changed.
       ValueError: for slices of an array of another shape, or a limit that is negative or
         not a single number.
 

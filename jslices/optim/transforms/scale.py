@@ -37,11 +37,9 @@ def scale(factors: PyTree) -> GradientTransformation:
       A stateless :class:`jslices.GradientTransformation`. Updates keep their dtypes.
 
     Raises:
-      TypeError: for a factor that is neither a number nor a function, and updates of
-        integers.
+      TypeError: for a factor neither number nor function, and updates of integers.
       ValueError: for factors in another structure, and numbers of another shape; for a
-        function where rows are packed, or where more than one axis of an array may number
-        them.
+        function where rows are packed, or several axes of an array may number them.
 
     Cost: one pass over the updates: ``U * D`` elements, and U factors.
 

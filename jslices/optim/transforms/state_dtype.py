@@ -38,8 +38,7 @@ def with_state_dtype(
     Raises:
       TypeError: if ``dtype`` is not floating, or ``tx`` not a transformation.
 
-    Cost: ``init`` makes the parameters in ``dtype``, unless it runs under ``jax.jit``; a
-    step nothing.
+    Cost: none in a step; ``init``, unless jitted, makes the parameters in ``dtype``.
 
     Example:
       >>> import jax.numpy as jnp, jslices as js
