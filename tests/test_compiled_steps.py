@@ -80,9 +80,21 @@ def test_arrays_that_are_gone_or_there_twice_are_told():
         step(params, state, IDS[0])
     table = jnp.ones((9, 2))
     twice = {"table": table, "other": table, "w": jnp.ones(2)}
-    with pytest.raises(ValueError, match=r"are one, and a step consumes each.*jnp\.copy"):
+    with pytest.raises(ValueError, match=r"are one, and a step consumes .*jnp\.copy"):
         step(twice, tx.init(twice), IDS[0])
     assert not table.is_deleted()
+    distance = lambda p, other, ids: loss(p, ids) - loss(other, ids)  # noqa: E731
+    params = start()
+    with pytest.raises(ValueError, match=r"are one, and a step consumes .*jnp\.copy"):
+        js.train_step(distance, tx)(params, tx.init(params), params, IDS[0])
+
+
+@pytest.mark.parametrize("tx", [js.sgd(0.1), EXACT()], ids=["lazy", "exact"])
+def test_parameters_as_they_are_now_outlive_the_next_step(tx):
+    params, state = trained(tx)
+    best = tx.now(params, state)
+    js.train_step(loss, tx)(params, state, IDS[0])
+    assert np.isfinite(best["table"]).all() and np.isfinite(best["w"]).all()
 
 
 def test_it_compiles_once_for_plain_tables_and_tables_in_boxes():
@@ -167,6 +179,44 @@ def test_arguments_that_are_no_arrays_are_static():
     assert step(*arguments, "sum")[2] == whole  # nothing was consumed
 
 
+def test_an_error_of_the_loss_is_told_as_it_is():
+    """Whatever other arguments are."""
+
+    def of_mode(params, ids, mode, times=1):
+        if mode == "shapes":
+            return jnp.zeros(3) @ jnp.zeros(4)
+        if mode == "rows":
+            return params["table"][ids]
+        if mode == "branch" and params["w"].sum() > 0:
+            return 0.0
+        return sum(loss(params, ids) for _ in range(times))
+
+    tx = js.sgd(0.1)
+    step = js.train_step(of_mode, tx, static_argnames="mode")
+    arguments = start(), tx.init(start()), IDS[0]
+    for mode, said in {
+        "shapes": "dot_general",
+        "rows": "scalar",
+        "branch": "boolean",
+    }.items():
+        with pytest.raises(TypeError, match=f"(?s)^(?!js).*{said}"):
+            step(*arguments, mode, 2)
+    with pytest.raises(TypeError, match=r'got 2, which is no array.*=\("times",\)'):
+        step(*arguments, "", 2)
+
+
+def test_a_state_in_place_of_parameters_or_of_another_optimizer_is_told():
+    tx, params = EXACT(), start()
+    for make in (js.train_step, js.eval_step):
+        with pytest.raises(
+            TypeError, match=r"got a state first, wanted \w+\(params, state"
+        ):
+            make(loss, tx)(tx.init(params), params, IDS[0])
+    other = js.adamw(0.1, untouched="exact").init(params)
+    with pytest.raises(ValueError, match="an exact optimizer with other numbers"):
+        js.train_step(loss, tx)(params, other, IDS[0])
+
+
 def test_without_jit_it_is_the_pure_function():
     tx, params = EXACT(), start()
     params, *_ = js.train_step(loss, tx, jit=False)(params, tx.init(params), IDS[0])
@@ -233,6 +283,18 @@ def test_everything_of_ours_sees_through():
     plan = tx.plan(jax.eval_shape(js.grad(loss), start(), IDS[0]), params)
     assert plan["table"] is not None
     assert chex.assert_trees_all_equal_shapes(tx.init(params), state) is None
+
+
+def test_gradients_of_parameters_in_boxes_are_in_none():
+    tx = EXACT()
+    params, state = trained(tx)
+    now = lambda params, ids: loss(tx.now(params, state), ids)  # noqa: E731
+    grads = js.grad(now)(params, IDS[0])
+    assert grads["table"].values.shape == (3, 2) and js.global_norm(grads) > 0
+    assert "3 entries" in str(tx.plan(grads, params)["table"])
+    assert is_box(tx.apply(grads, state, params)[0]["table"])
+    with pytest.raises(TypeError, match="rows of this table may be behind"):
+        js.global_norm(params)
 
 
 def test_boxes_go_by_the_optimizer_of_each_array():

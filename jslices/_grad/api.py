@@ -32,6 +32,7 @@ from jslices._place.boundary import mesh_of
 from jslices._place.hints import hinted
 from jslices._rows import access
 from jslices._slices import IndexedSlices, is_slices
+from jslices._slices.held import unheld
 from jslices._typing import PyTree
 
 
@@ -194,10 +195,11 @@ def differentiated(
 ) -> tuple[Any, Any, Any]:
     """``(value, aux, grads)`` of a planned call; ``grads`` is a tuple of its arguments.
 
-    What is wanted is computed before the rows of a gradient.
+    They are in no box, whose rows may be behind. What is wanted is computed before the rows
+    of a gradient.
     """
     value, pullback, aux = _linearize(call, planned)
-    grads = pullback(_seed(value, holomorphic))
+    grads = unheld(pullback(_seed(value, holomorphic)))
     result = value if wants_value else None
     (result, aux), grads = _in_order((result, aux), grads, not wants_value)
     return result if wants_value else value, aux, grads

@@ -3,7 +3,8 @@
 What missed steps do to a row depends on the row, on what is kept with it and on what all
 rows share. So ``now(table)[ids] == now(table[ids])``, and reads of rows go through it as
 through any row-wise function. Its derivative is that of the identity: a gradient is one by
-the rows as they are now.
+the rows as they are now. Only a derivative through steps, by which their state changes too,
+is that of what missed steps do.
 """
 
 import functools
@@ -44,26 +45,42 @@ def as_now(missed: Missed, p: jax.Array, rows: PyTree, shared: PyTree) -> jax.Ar
     return now_p.bind(jnp.asarray(p), *map(jnp.asarray, operands), **how, whole=True)  # type: ignore[no-any-return]
 
 
-def _compute(
+def _missed(
     p: Any, *operands: Any, missed: Missed, tree: Any, count: int, whole: bool
 ) -> Any:
     rows, shared = tree.unflatten(operands)
     if whole:
         return p if missed.whole is None else missed.whole(p, rows, shared)
-    if p.shape[:1] == (1,):  # slices, which XLA reads anew wherever they are used
-        leaves, tree = jax.tree.flatten((p, rows))
-        p, rows = tree.unflatten(access.at_once(leaves))
+    return missed.rows(p, rows, shared)
+
+
+def _compute(p: Any, *operands: Any, count: int, whole: bool, **params: Any) -> Any:
+    if (
+        p.shape[:1] == (1,) and not whole
+    ):  # slices, which XLA reads anew wherever it uses them
+        p, *rows = access.at_once([p, *operands[:count]])
+        operands = *rows, *operands[count:]
+    now = _missed(p, *operands, count=count, whole=whole, **params)
     # Kept, or XLA computes them again where they are read, from state written since.
-    return lax.optimization_barrier(missed.rows(p, rows, shared))
+    return now if whole else lax.optimization_barrier(now)
 
 
 now_p.def_impl(jax.jit(_compute, static_argnames=("missed", "tree", "count", "whole")))
 now_p.def_abstract_eval(lambda p, *operands, **params: p)
 mlir.register_lowering(now_p, mlir.lower_fun(_compute, multiple_results=False))
-ad.primitive_jvps[now_p] = lambda primals, tangents, **params: (
-    now_p.bind(*primals, **params),
-    tangents[0],
-)
+
+
+def _jvp(primals: Any, tangents: Any, *, missed: Missed, **params: Any) -> Any:
+    """The identity's for a gradient at these; in one through steps, their derivative."""
+    alone = all(type(x) is ad.Zero for x in tangents[1:])
+    if alone and missed.whole is not None:
+        return now_p.bind(*primals, missed=missed, **params), tangents[0]
+    of_rows = functools.partial(_missed, missed=missed, **params)
+    _, tangent = jax.jvp(of_rows, primals, tuple(map(ad.instantiate_zeros, tangents)))
+    return now_p.bind(*primals, missed=missed, **params), tangent
+
+
+ad.primitive_jvps[now_p] = _jvp
 
 
 def _batched(args: Any, axes: Any, **params: Any) -> Any:

@@ -118,6 +118,12 @@ def unheld(tree: PyTree) -> Any:
     return structure.unflatten([x.table if is_held(x) else x for x in leaves])
 
 
+def refuse_held(tree: PyTree) -> None:
+    """Refuse tables in boxes, where values are read."""
+    if any(map(is_held, flatten(tree, is_held)[0])):
+        raise TypeError(_BEHIND)
+
+
 def held_as(boxes: PyTree, tree: PyTree) -> Any:
     """The tree in the boxes of another."""
     put = lambda box, x: Held(x) if is_held(box) else x  # noqa: E731

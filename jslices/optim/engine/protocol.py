@@ -315,7 +315,7 @@ class GradientTransformation:
           :func:`jslices.train_step`, :func:`jslices.eval_step`) rows alone are computed
           where rows alone are read. Its derivative is that of ``params``: a gradient taken
           at these is one for ``tx.apply``, which then does the missed steps of its rows.
-          Those of a lazy optimizer are ``params`` themselves.
+          Those of a lazy optimizer are ``params``, outside of a program a copy of them.
 
         An array that is used as a whole, so that its gradient is an array, has to catch up
         before such a step if it has missed some: ``tx.catch_up`` with True.
@@ -334,7 +334,11 @@ class GradientTransformation:
           >>> table.ravel(), tx.now(table, state).ravel()
           (Array([-1., -1.,  0.], dtype=float32), Array([-1.5, -1. ,  0. ], dtype=float32))
         """
-        return self.now_with(params, state, caught_up=False)[0]
+        old = set(map(id, jax.tree.leaves(unheld(params))))
+        is_old = lambda x: id(x) in old and not isinstance(x, jax.core.Tracer)  # noqa: E731
+        # A step consumes the parameters, and these are to stay.
+        own = lambda x: jnp.copy(x) if is_old(x) else x  # noqa: E731
+        return jax.tree.map(own, self.now_with(params, state, caught_up=False)[0])
 
     def now_with(
         self, params: Params, state: State, caught_up: bool
@@ -369,7 +373,7 @@ class GradientTransformation:
         """
         if self._plan is None:
             return jax.tree.map(lambda g: None, grads, is_leaf=is_leaf)
-        return self._plan(grads, unheld(params), platform)
+        return self._plan(*unheld((grads, params)), platform)
 
 
 def refuse_nothing(call: str, grads: Gradients, params: PyTree) -> None:

@@ -1,10 +1,13 @@
 """Steps that compile themselves: called with arrays, and pure where a program is traced."""
 
+import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,7 +15,7 @@ import jax
 from jslices._jax import is_traced
 from jslices._place.hints import hint_once
 from jslices._slices.held import unheld
-from jslices._typing import Params, State
+from jslices._typing import Params, PyTree, State
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,9 +26,14 @@ _OF_DONATED = {
     "been deleted": "an array of params or state was consumed by an earlier step. Go "
     "on with what that returned, params, state, value = step(params, state, *batch), copy "
     "what is read again, jax.tree.map(jnp.copy, params), or type donate=False",
-    "same buffer twice": "two arrays of params and state are one, and a step consumes "
-    "each: copy one of them, jnp.copy(x), or type donate=False",
-}
+} | dict.fromkeys(
+    ("same buffer twice", "donate(a), a"),
+    "two arrays are one, and a step consumes those of params and state: copy one of them, "
+    "jnp.copy(x), or type donate=False",
+)
+#: Errors of traced integers and bools that a program wants the values of.
+_SHAPES = jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError
+_NUMBERS = int, float, complex  # bools are integers
 #: So many steps an optimizer keeps, and what their functions close over.
 _MOST = 16
 #: The arrays that a step was called with: those of its parameters, and the others.
@@ -44,7 +52,7 @@ class Step:
 
     # No public attribute: jax.jit copies those of a function over its own.
     __slots__ = tuple(
-        "__weakref__ _call _compiled _fun _is_new _jitted _pure boxed".split()
+        "__weakref__ _call _compiled _fun _is_new _jitted _pure _static boxed".split()
     )
 
     def __init__(
@@ -58,6 +66,8 @@ class Step:
     ) -> None:
         self._call, self._fun, self._pure, self._is_new = call, fun, pure, True
         options = {"static_argnames": (), **options}
+        names = options["static_argnames"]
+        self._static = {names} if isinstance(names, str) else {*names}
         self._jitted, compiled = (
             jax.jit(_with_signature_of(fun, x, call), **options) for x in (pure, boxed)
         )
@@ -74,8 +84,8 @@ class Step:
         token = ARGUMENTS.set((params, (args, kwargs)))
         try:
             results = self._compiled(unheld(params), state, *args, **kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:
-            _explain(error, self._call, args, kwargs)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            self._explain(error, args, kwargs)
             raise
         finally:
             ARGUMENTS.reset(token)
@@ -91,6 +101,25 @@ class Step:
     def trace(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(step).trace``."""
         return self._jitted.trace(params, state, *args, **kwargs)
+
+    def _explain(self, error: Exception, args: Sequence[Any], kwargs: Any) -> None:
+        """Raise what to type for arrays that are gone, or arguments that must be static."""
+        for said, advice in _OF_DONATED.items():
+            if said in str(error):
+                raise ValueError(f"js.{self._call}: {advice}") from error
+        is_shape = isinstance(error, _SHAPES) or "must be static" in str(error)
+        if not is_shape and "as an abstract array" not in str(error):
+            return
+        names = [*_signature_of(self._fun)][1 : len(args) + 1]
+        for name, x in [*itertools.zip_longest(names, args), *kwargs.items()]:
+            told = not isinstance(error, _SHAPES) or re.search(rf"\b{name}\b", str(error))
+            if name in self._static or not told or not _may_be_static(x, is_shape):
+                continue
+            raise TypeError(
+                f"js.{self._call} compiles the step, and got {x!r}, which is no array; "
+                f'name the argument, js.{self._call}(fun, tx, static_argnames=("{name}",)'
+                "), or compile it yourself: jit=False"
+            ) from error
 
     def _look_for_others(self, state: State, results: Any) -> None:
         """Hint at a function or an optimizer that is made anew for each call."""
@@ -118,7 +147,8 @@ def made_once(make: F) -> F:
     def made(fun: Any, tx: Any, *args: Any, **options: Any) -> Any:
         key = make, fun, tx, args, *options.items()
         try:
-            if hash(key) and is_traced():  # nothing is compiled, and tracers are not kept
+            compiles = options.get("jit", True) and not is_traced()
+            if hash(key) and not compiles:  # and tracers are not kept
                 return make(fun, tx, *args, **options)
             steps = vars(getattr(tx, "tx", tx)).setdefault("_steps", {})
         except TypeError:  # it does not hash, or there is no optimizer
@@ -142,30 +172,25 @@ def _with_signature_of(
     def named(*args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
-    of_step = list(inspect.signature(step).parameters.values())[:2]
-    try:
-        of_fun = list(inspect.signature(fun).parameters.values())[1:]
+    of_step = [*_signature_of(step).values()][:2]
+    of_fun = [*_signature_of(fun).values()][1:]
+    with contextlib.suppress(ValueError):  # of a name that the step has
         named.__signature__ = inspect.Signature([*of_step, *of_fun])  # type: ignore[attr-defined]
-    except (TypeError, ValueError):  # of none, or of a name that the step has
-        pass
     named.__name__ = name
     return named
 
 
-def _explain(error: Exception, call: str, args: Sequence[Any], kwargs: Any) -> None:
-    """Raise what to type for arrays that are gone, or an argument that should be static."""
-    for said, advice in _OF_DONATED.items():
-        if said in str(error):
-            raise ValueError(f"js.{call}: {advice}") from error
-    if not isinstance(error, TypeError):
-        return
-    leaves = jax.tree.leaves((args, kwargs))
-    odd = [x for x in leaves if not (hasattr(x, "dtype") or isinstance(x, float | complex))]
-    is_shape = isinstance(error, jax.errors.ConcretizationTypeError)
-    odd = [x for x in odd if is_shape or not isinstance(x, int)]
-    if odd:
-        raise TypeError(
-            f"js.{call} compiles the step, and got {odd[0]!r}, which is no array; name the "
-            f'argument, js.{call}(fun, tx, static_argnames=("name",)), or compile it '
-            "yourself: jit=False"
-        ) from error
+def _signature_of(fun: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function; none where they are not known."""
+    try:
+        return inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _may_be_static(x: PyTree, is_shape: bool) -> bool:
+    """Whether it holds what ``jax.jit`` takes for no array, or integers for a shape."""
+    leaves = [x for x in jax.tree.leaves(x) if not hasattr(x, "dtype")]
+    return any(
+        isinstance(x, int) if is_shape else not isinstance(x, _NUMBERS) for x in leaves
+    )

@@ -14,6 +14,7 @@ from jslices._jax import flatten, takes_tables
 from jslices._place.boundary import one_program
 from jslices._rows.sums import widened
 from jslices._slices import as_array, deduplicated, is_slices, slices_of
+from jslices._slices.held import refuse_held
 from jslices._typing import Leaf, PyTree
 from jslices.optim.engine.protocol import is_leaf, paths_of
 
@@ -36,7 +37,8 @@ def global_norm(tree: PyTree) -> jax.Array:
       ``tree`` come out as NaN or infinity. The gradient where everything is zero is 0.
 
     Raises:
-      TypeError: for integers, and for indices that a foreign ``tree.map`` has changed.
+      TypeError: for integers, for indices that a foreign ``tree.map`` has changed, and for
+        parameters in boxes, whose rows may be behind.
 
     Cost: a sort of K integers and one pass over ``K * D`` elements per IndexedSlices.
 
@@ -50,6 +52,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     Source: ``tf.linalg.global_norm`` and ``optax.global_norm``. TensorFlow's takes the
     values as they are: 11.18 in the example, where the dense gradient has 15.
     """
+    refuse_held(tree)
     return norm_of_leaves(coalesced_leaves("global_norm", tree))
 
 

@@ -140,6 +140,7 @@ def train_step(
     compiled |= {"donate_argnums": (0, 1)} if donate else {}
     if is_nnx_optimizer(tx):
         step_of = functools.partial(train_step, has_aux=True, donate=donate, **how)
+        step_of = functools.partial(step_of, jit=False)  # the step of the model compiles
         of_model = functools.partial(train_step_of_model, step_of, fun, has_aux)
         boxes = of_model(True) if jit else None
         return compiled_for(tx, of_model(False), boxes, **compiled)
@@ -148,8 +149,7 @@ def train_step(
 
     def stepped(params: Params, state: State, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a step returns, and which parameters may have rows that are behind."""
-        if _is_state(params):
-            raise TypeError("got a state first, wanted step(params, state, *batch)")
+        _refuse_state(params, "step")
         params, state, call, planned, behind = _of_rows_now(
             fun, tx, params, state, args, kwargs, has_aux, **how
         )
@@ -282,6 +282,7 @@ def eval_step(
         raise TypeError(_not_ours(tx, "eval_step"))
 
     def evaluate(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
+        _refuse_state(params, "evaluate")
         params = unheld(params)
         if not tx.catches_up:
             return fun(params, *args, **kwargs)
@@ -303,11 +304,12 @@ def _is_a_pass(planned: Planned, leaf: int) -> bool:
     return count >= entries_of_a_pass(num_rows, row_bytes, False, platform_of(aval))
 
 
-def _is_state(x: PyTree) -> bool:
-    """Whether it is the state of an optimizer, or of a chain of some."""
-    parts = [x, *x] if isinstance(x, tuple) else [x]
+def _refuse_state(params: PyTree, call: str) -> None:
+    """Refuse the state of an optimizer, or of a chain of some, in place of parameters."""
+    parts = [params, *params] if isinstance(params, tuple) else [params]
     counts = (x.count for x in parts if "count" in getattr(type(x), "_fields", ()))
-    return any(jnp.issubdtype(jnp.result_type(count), jnp.integer) for count in counts)
+    if any(jnp.issubdtype(jnp.result_type(count), jnp.integer) for count in counts):
+        raise TypeError(f"got a state first, wanted {call}(params, state, *batch)")
 
 
 def _not_ours(tx: object, caller: str = "train_step") -> str:
