@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.tree_util import PyTreeDef
 
 from jslices._arguments import check_array
 from jslices._densify import warn_at_line
 from jslices._grad.now import Missed, as_now
-from jslices._jax import flatten, is_staged, takes_tables
+from jslices._jax import flatten, is_staged, is_traced, takes_tables
 from jslices._place import boundary, donated
 from jslices._place.hints import hint_dense
 from jslices._rows import access, rounding
@@ -334,11 +335,12 @@ class GradientTransformation:
           >>> table.ravel(), tx.now(table, state).ravel()
           (Array([-1., -1.,  0.], dtype=float32), Array([-1.5, -1. ,  0. ], dtype=float32))
         """
-        old = set(map(id, jax.tree.leaves(unheld(params))))
-        is_old = lambda x: id(x) in old and not isinstance(x, jax.core.Tracer)  # noqa: E731
+        now, _ = self.now_with(params, state, caught_up=False)
+        mine = {id(x) for x in jax.tree.leaves(params) if isinstance(x, jax.Array)}
+        if is_traced() or mine.isdisjoint(map(id, jax.tree.leaves(now))):
+            return now
         # A step consumes the parameters, and these are to stay.
-        own = lambda x: jnp.copy(x) if is_old(x) else x  # noqa: E731
-        return jax.tree.map(own, self.now_with(params, state, caught_up=False)[0])
+        return jax.tree.map(lambda x: jnp.copy(x) if id(x) in mine else x, now)
 
     def now_with(
         self, params: Params, state: State, caught_up: bool
@@ -358,7 +360,8 @@ class GradientTransformation:
         pairs = list(zip(leaves, tree.flatten_up_to(now), strict=True))
         views = set(map(id, here.views))
         by_rows = [new is old or id(new) in views for old, new in pairs]
-        whole = lambda p, now: p if caught_up else as_now(_REPLACED, p, now, ())  # noqa: E731
+        stop = lax.stop_gradient  # the derivative is that of p
+        whole = lambda p, now: p if caught_up else as_now(_REPLACED, p, stop(now), ())  # noqa: E731
         of_pair = zip(pairs, by_rows, strict=True)
         return tree.unflatten([x[1] if rows else whole(*x) for x, rows in of_pair]), by_rows
 
