@@ -904,7 +904,10 @@ def test_masks_where_parameters_are_none(name):
 
 @pytest.mark.parametrize(
     "rate, least, most",
-    [(1e-4, 0, 0), (3e-4, 0, 2), (1e-3, 0.66, 1.34), (1e-2, 0.94, 1.06)],
+    slow_unless(
+        [(1e-4, 0, 0), (3e-4, 0, 2), (1e-3, 0.66, 1.34), (1e-2, 0.94, 1.06)],
+        (1e-3, 0.66, 1.34).__eq__,
+    ),
 )
 def test_small_decays_are_lost_by_dense_adamw_alone(rate, least, most):
     """The numbers of docs/optimizers.md; the default decay is 1e-4."""
