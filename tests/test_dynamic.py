@@ -205,9 +205,7 @@ TABLES = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            x, marks=[pytest.mark.slow] * (x in ("sgd", "amsgrad", "optax", "chain"))
-        )
+        pytest.param(x, marks=[pytest.mark.slow] * (x not in ("exact", "adafactor")))
         for x in TABLES
     ],
 )
