@@ -179,6 +179,23 @@ def test_factors_of_implicit_rank_as_there():
     np.testing.assert_allclose(scores, facts["scores"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("build, bound", [("with SSE", 2e-4), ("without", 1e-6)])
+def test_libffm_goes_on_here(build, bound):
+    page, facts = names_of("recommender_programs.md"), NUMBERS["libffm"][build]
+    before, after = (
+        page["ffm_model"](bytes.fromhex(x), facts["align"]) for x in facts["models"]
+    )
+    loss = functools.partial(page["ffm_loss"], num_fields=3, decay=0.01)
+    step, table = js.train_step(loss, page["ffm"]), jnp.array(before[0])
+    state = page["ffm_state"](table, before[1])
+    example = np.array([1, 3, 5]), np.arange(3), np.array([1, 0.5, 2], "f"), 1.0
+    for _ in range(2):
+        table, state, _ = step(table, state, *example)
+    moved = np.abs(after[0] - before[0]).max()
+    np.testing.assert_allclose(table, after[0], rtol=0, atol=bound * moved)
+    np.testing.assert_allclose(state.sum_of_squares, after[1], rtol=1e-5)
+
+
 # --- word vectors -------------------------------------------------------------------------
 
 
