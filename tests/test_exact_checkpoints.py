@@ -140,7 +140,7 @@ def test_a_delta_holds_all_rows_of_a_table_that_moved_as_a_whole(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["adam", "frozen"])
+@pytest.mark.parametrize("name", slow_but_first("adam", "frozen"))
 def test_states_for_other_libraries_are_those_after_flush(name):
     tx, _, behind, flushed = trained(name)
     with pytest.raises(ValueError, match=r"rows are behind.*names, tx\).*tx\.flush"):

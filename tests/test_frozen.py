@@ -59,7 +59,7 @@ WRAPPED = {
 }
 
 
-QUICK = ("from_optax", "in partition", "masked")
+QUICK = ("from_optax", "masked")
 
 
 def start():
