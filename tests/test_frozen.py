@@ -258,10 +258,14 @@ def test_rows_thaw_in_a_resized_table():
 def test_rows_that_are_reset_stay_frozen_or_free(bools):
     frozen = np.arange(V) > 4 if bools else lambda rows: rows > 4
     late = js.optim.freeze_rows(js.lion(0.1, **LATE), frozen)
-    params = start()["table"]
-    params, state = late.apply(grads_of(0, False)["table"], late.init(params), params)
-    reset = np.array([1, 7])
-    params, state = js.checkpoint.reset_rows(late, params, state, reset, jnp.float32(3))
+    params, grads = start()["table"], grads_of(0, False)["table"]
+
+    @fast_jit
+    def reset(params, state):
+        params, state = late.apply(grads, state, params)
+        return js.checkpoint.reset_rows(late, params, state, np.array([1, 7]), 3.0)
+
+    params, state = reset(params, late.init(params))
     free = (np.asarray(state.clock.last) >= 0).tolist()
     assert free == [True] * 5 + [False] * 4
     ids = jnp.array([1, 7])
