@@ -462,6 +462,7 @@ def test_when_the_server_closes(served):
     assert sums.take_grad(1).indices == [1]  # goes on living here
 
 
+@pytest.mark.slow
 def test_a_waiting_process_is_woken(served, worker):
     server, sums, _ = served
     worker.start(server, "print(client['sums'].take_grad(2).values.tolist())")

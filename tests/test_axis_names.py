@@ -29,7 +29,11 @@ OPTIMIZERS = {
 each_optimizer = pytest.mark.parametrize(
     "tx",
     [
-        pytest.param(tx, id=name, marks=[pytest.mark.slow] * (name in ("chain", "average")))
+        pytest.param(
+            tx,
+            id=name,
+            marks=[pytest.mark.slow] * (name in ("chain", "average", "by_label")),
+        )
         for name, tx in OPTIMIZERS.items()
     ],
 )

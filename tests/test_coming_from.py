@@ -109,6 +109,40 @@ def test_transe_of_pykeen_normalizes_rows():
     assert np.abs(facts["after"] - facts["mid"]).max() > 0.1
 
 
+def dglke(step, state):
+    """How far a step of one gather ends from DGL-KE, as a share of the largest movement."""
+    facts = NUMBERS["dglke"]
+    start, wanted = (np.array(facts[name], "f") for name in ("start", "after"))
+    table = jnp.array(start)
+    for gathers in facts["steps"]:
+        for ids, values in gathers:
+            grads = js.IndexedSlices(jnp.array(values, "f"), jnp.array(ids), table.shape)
+            table, state = step(table, state, grads)
+    apart = np.abs(table - wanted).max(1) / np.abs(wanted - start).max()
+    return apart, state, np.array(facts["sum"], "f")
+
+
+def test_gathers_of_dglke_are_steps_of_their_own():
+    gather_step = names_of("graph_embeddings.md")["gather_step"]
+    apart, sums, wanted = dglke(lambda *of: gather_step(*of, 0.1), jnp.zeros(6))
+    assert apart.max() < 1e-6
+    np.testing.assert_allclose(sums, wanted, rtol=1e-6)
+    tx = js.rowwise_adagrad(0.1, eps=1e-10)
+    apart, *_ = dglke(
+        lambda table, *of: tx.apply(*of[::-1], table)[:2], tx.init(jnp.zeros((6, 3)))
+    )
+    assert apart[[0, 1, 2, 5]].max() < 1e-6  # no gather has them twice
+    assert apart[[3, 4]].min() > 0.1
+
+
+def test_rotate_of_dglke_scales_its_phases():
+    facts = dict(NUMBERS["dglke"]["rotate"])
+    gamma, wanted = facts.pop("gamma"), facts.pop("scores")
+    rows = {name: jnp.array(x, "f") for name, x in facts.items()}
+    got = names_of("graph_embeddings.md")["rotate"](**rows, gamma=gamma)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
 # --- recommenders -------------------------------------------------------------------------
 
 
@@ -143,6 +177,23 @@ def test_factors_of_implicit_rank_as_there():
     scores, ids = names_of("recommender_programs.md")["ranked"](users, items, 3)
     np.testing.assert_array_equal(ids, facts["ids"])
     np.testing.assert_allclose(scores, facts["scores"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("build, bound", [("with SSE", 2e-4), ("without", 1e-6)])
+def test_libffm_goes_on_here(build, bound):
+    page, facts = names_of("recommender_programs.md"), NUMBERS["libffm"][build]
+    before, after = (
+        page["ffm_model"](bytes.fromhex(x), facts["align"]) for x in facts["models"]
+    )
+    loss = functools.partial(page["ffm_loss"], num_fields=3, decay=0.01)
+    step, table = js.train_step(loss, page["ffm"]), jnp.array(before[0])
+    state = page["ffm_state"](table, before[1])
+    example = np.array([1, 3, 5]), np.arange(3), np.array([1, 0.5, 2], "f"), 1.0
+    for _ in range(2):
+        table, state, _ = step(table, state, *example)
+    moved = np.abs(after[0] - before[0]).max()
+    np.testing.assert_allclose(table, after[0], rtol=0, atol=bound * moved)
+    np.testing.assert_allclose(state.sum_of_squares, after[1], rtol=1e-5)
 
 
 # --- word vectors -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, slow_unless
+from helpers import assert_close, slow_but_first, slow_unless
 from jax import lax
 
 import jslices as js
@@ -99,7 +99,9 @@ def test_a_state_that_comes_from_elsewhere_is_stepped_by_the_same_program(tmp_pa
         assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("make", [js.adam, js.adagrad, js.rowwise_adagrad, js.adafactor])
+@pytest.mark.parametrize(
+    "make", slow_but_first(js.adam, js.adagrad, js.rowwise_adagrad, js.adafactor)
+)
 def test_an_optimizer(make):
     tx = make(0.015625)
     state = tx.init(PARAMS)

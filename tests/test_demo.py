@@ -124,7 +124,11 @@ def test_spans_are_running_text():
             "no such folder",
             marks=pytest.mark.slow,  # it imports what draws
         ),
-        (["--text", "TEXT", "--plot", "x.words"], "the name must end in"),
+        pytest.param(
+            ["--text", "TEXT", "--plot", "x.words"],
+            "the name must end in",
+            marks=pytest.mark.slow,
+        ),
         (["--words", "0"], "'0' is not a positive whole number"),
         (["--steps", "many"], "'many' is not a positive whole number"),
     ],

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, fast_jit, numpy_dense
+from helpers import assert_close, fast_jit, numpy_dense, slow_but_first
 from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -118,7 +118,7 @@ def test_safe_bags_on_explicit_axes():
     assert_close(on_host(found), wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", slow_but_first("Auto", "Explicit"))
 def test_products_that_read_rows(kind):
     """Of a sparse matrix on Explicit axes, too, of which JAX tells no type."""
     mesh, table = placed((8,), [kind])

@@ -265,7 +265,14 @@ def test_a_with_block_that_is_interrupted_closes_whole(stride, tmp_path):
 
 
 @STRIDES_AND_KINDS
-@pytest.mark.parametrize("name", ["save", "restore", "grow", "flush"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "restore",
+        "flush",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("save", "grow")),
+    ],
+)
 def test_interrupted_copies(stride, tmp_path, name, file, overlap):
     folders = iter(range(10_000))
     with opened(tmp_path / "copy") as table:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, dense, fast_jit
+from helpers import assert_close, dense, fast_jit, slow_unless
 from optimizers import FIRST, make
 
 import jslices as js
@@ -109,12 +109,15 @@ def many(name, seed):
 
 @pytest.mark.parametrize(
     "tx, name",
-    [
-        (ADAM, "weekdays"),
-        (js.optim.chain(js.optim.clip(0.5), ADAM, js.optim.scale(2.0)), "many"),
-        (js.from_optax(optax.adam(0.1)), "weekdays"),
-        (js.sgd(0.1, momentum=0.9), "shops"),
-    ],
+    slow_unless(
+        [
+            (ADAM, "weekdays"),
+            (js.optim.chain(js.optim.clip(0.5), ADAM, js.optim.scale(2.0)), "many"),
+            (js.from_optax(optax.adam(0.1)), "weekdays"),
+            (js.sgd(0.1, momentum=0.9), "shops"),
+        ],
+        lambda case: case[0] is ADAM or case[1] == "shops",
+    ),
     ids=["weekdays", "chain", "from_optax", "shops"],
 )
 def test_apply_if_finite_of_small_tables(tx, name):

@@ -328,3 +328,30 @@ def test_bfloat16_is_drawn_in_float32(init):
     wide = np.asarray(init(KEY, (200, 100)))
     np.testing.assert_allclose(np.asarray(drawn, np.float32), wide, rtol=2**-8)
     assert np.unique(np.asarray(drawn, np.float32)).size > 1000
+
+
+def test_devices_that_draw_their_own_rows():
+    """As docs/sharding.md says: what scales by the shape takes them for the whole table."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P("x", None)
+    inits = {
+        "normal": tf.random_normal_initializer(stddev=0.1),
+        "seeded": tf.random_normal_initializer(seed=1),
+        "glorot": tf.glorot_uniform_initializer(),
+        "glorot of JAX": jax.nn.initializers.glorot_uniform(),
+    }
+
+    def own_rows(key):
+        key = jax.random.fold_in(key, jax.lax.axis_index("x"))
+        return {name: init(key, (1_000, 64), jnp.float32) for name, init in inits.items()}
+
+    draw = fast_jit(jax.shard_map(own_rows, mesh=mesh, in_specs=jax.P(), out_specs=rows))
+    for impl in ("threefry2x32", "rbg"):
+        found = draw(jax.random.key(0, impl=impl))
+        parts = {name: np.split(np.asarray(x), 8) for name, x in found.items()}
+        assert np.std(parts["normal"]) == pytest.approx(0.1, rel=0.01)
+        same = {name: np.array_equal(x[0], x[1]) for name, x in parts.items()}
+        assert [name for name in same if same[name]] == ["seeded"]
+        for name in ("glorot", "glorot of JAX"):
+            of_all = (2 / (8_000 + 64)) ** 0.5
+            assert np.std(parts[name]) / of_all == pytest.approx(2.75, rel=0.01)

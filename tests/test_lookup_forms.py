@@ -440,7 +440,7 @@ ROWS = {
     )
 }
 ROWS["from_stacked"] = from_stacked, STACKED
-QUICK = "from_columns", "from_single_rows", "from_one_hots"
+QUICK = "from_columns", "from_single_rows"
 
 
 def losses(forms, table):

@@ -5,6 +5,7 @@ never touched, and such that miss many steps.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from draws import examples
-from helpers import fast_jit
+from helpers import fast_jit, slow_but_first, slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -219,8 +220,13 @@ def error(got, wanted, start):
     return np.abs(got - wanted).max() / np.abs(wanted - start).max()
 
 
-@pytest.mark.parametrize("how", ["lazy", "dense", "exact"])
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    "name, how",
+    slow_unless(
+        itertools.product(PEERS, ["lazy", "dense", "exact"]),
+        lambda case: case[1] != "exact" or case[0] == "its schedules",
+    ),
+)
 def test_is_the_formula_of_its_peer(name, how):
     optimizer, _, rate, step = PEERS[name]
     if how == "exact" and (optimizer in NOT_EXACT or name == "its momentum"):
@@ -315,7 +321,7 @@ def test_a_late_row_begins_with_a_step_of_the_learning_rate():
     assert first["step"] == pytest.approx(0.32, 0.02)
 
 
-@pytest.mark.parametrize("name", ["rowwise_adagrad", "partial_rowwise_adam"])
+@pytest.mark.parametrize("name", slow_but_first("partial_rowwise_adam", "rowwise_adagrad"))
 def test_decay_by_mask(name):
     """Leaves that it leaves out do not decay, lazy and exact; decay wants parameters."""
     mask, kwargs = {"a": True, "b": False}, {"weight_decay": 0.5}

@@ -45,12 +45,13 @@ def evaluated(code, **names):
 
 
 @functools.cache
-def page_names(page):
-    """What the Python of a page defines."""
+def page_names(page, name=""):
+    """What the Python of a page defines; for a function its imports and its block alone."""
     names = {}
     text = (DOCS / page).read_text()
     for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-        exec(code, names)
+        if not (name and names) or f"def {name}(" in code:
+            exec(code, names)
     return names
 
 
@@ -214,7 +215,7 @@ def moved_fused(code):
 
 def out_of_range(code):
     """A step of SGD from zeros at the rate 1, by gradients of ones."""
-    ids, names = jnp.array([2, 6]), page_names("coming_from/torchrec.md")
+    ids, names = jnp.array([2, 6]), page_names("coming_from/torchrec.md", "in_range")
 
     def loss(table):
         rows = evaluated(code, table=table, ids=ids, in_range=names["in_range"])
@@ -232,7 +233,7 @@ def gradient_clipping(code):
         return [
             apart(stepped(js.optim.chain(evaluated(code), js.sgd(RATE))), wanted, START)
         ]
-    clipped = page_names("coming_from/torchrec.md")["clipped"]
+    clipped = page_names("coming_from/torchrec.md", "clipped")["clipped"]
 
     def loss(params, ids, grads):
         rows = evaluated(code, table=params["table"], ids=ids, clipped=clipped)
@@ -243,12 +244,13 @@ def gradient_clipping(code):
 
 def weighted_mean(code):
     facts = PEERS["fbgemm_mean"]
+    page = page_names("coming_from/torchrec.md", "mean_by_count")
     names = {
         "table": jnp.arange(24.0).reshape(6, 4),
         "ids": jnp.asarray(facts["ids"], "int32"),
         "splits": jnp.array([0, 2]),
         "weights": jnp.asarray(facts["weights"], "float32"),
-        "mean_by_count": page_names("coming_from/torchrec.md")["mean_by_count"],
+        "mean_by_count": page["mean_by_count"],
     }
     return [apart(evaluated(code, **names), facts["out"])]
 
@@ -382,7 +384,7 @@ def test_bounds_and_ids_that_were_never_seen():
 
 
 def test_clipping_of_weighted_bags_is_that_of_fbgemm():
-    loss = page_names("coming_from/torchrec.md")["bag_loss"]
+    loss = page_names("coming_from/torchrec.md", "bag_loss")["bag_loss"]
     moved = -js.grad(loss)(jnp.zeros((6, 4))).to_dense()[:, 0]
     np.testing.assert_array_equal(moved, PEERS["fbgemm_clipped_bags"])
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, fast_jit, numpy_tree
+from helpers import assert_close, fast_jit, numpy_tree, slow_but_first
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -94,7 +94,7 @@ def test_nan_of_either_sign_is_first_and_zeros_are_equal(table, query, block):
     assert_same(got, wanted)
 
 
-@pytest.mark.parametrize("k", [16, 17, 33, 64, 65])
+@pytest.mark.parametrize("k", slow_but_first(17, 16, 33, 64, 65))
 def test_rounds_of_a_gpu_find_the_same(k, monkeypatch):
     """Equal scores, zeros of both signs, NaN, and fewer than k that are left."""
     platforms = []
@@ -210,7 +210,7 @@ def mesh_of(shape, names, kind):
     return jax.make_mesh(shape, names, axis_types=(getattr(AxisType, kind),) * len(names))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", slow_but_first("Explicit", "Auto"))
 @pytest.mark.parametrize(
     "shape, names, rows, batch",
     [

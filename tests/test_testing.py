@@ -118,7 +118,7 @@ fails_dense = functools.partial(
 )
 
 
-@pytest.mark.parametrize("good", [step, loops, chooses_branches])
+@pytest.mark.parametrize("good", slow_but_first(loops, step, chooses_branches))
 def test_good_steps_pass(good):
     memory = assert_in_place(donated(good), PARAMS, STATE, IDS)
     dense = assert_no_dense_temporary(donated(good), PARAMS, STATE, IDS)

@@ -5,6 +5,7 @@ the same leaf of a tree, which everything in jslices sees through and nobody els
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
@@ -27,12 +28,6 @@ class Held:
 
     __slots__ = ("table",)
     __array_ufunc__ = None
-    shape = property(lambda self: self.table.shape)
-    dtype = property(lambda self: self.table.dtype)
-    ndim = property(lambda self: self.table.ndim)
-    size = property(lambda self: self.table.size)
-    nbytes = property(lambda self: self.table.nbytes)
-    sharding = property(lambda self: self.table.sharding)
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -53,6 +48,8 @@ def _refuse(self: Held, *_: Any, **__: Any) -> NoReturn:
     raise TypeError(_BEHIND)
 
 
+for _name in "shape dtype ndim size nbytes sharding".split():
+    setattr(Held, _name, property(operator.attrgetter(f"table.{_name}")))
 for _name in (
     "getitem iter contains bool float int complex index array jax_array dlpack neg pos abs "
     "invert round eq ne lt le gt ge add sub mul truediv floordiv mod divmod pow matmul and "
@@ -61,12 +58,15 @@ for _name in (
 ).split():
     setattr(Held, f"__{_name}__", _refuse)
 Held.__hash__ = object.__hash__  # type: ignore[method-assign]
-jax.tree_util.register_dataclass(Held, ["table"], [])
-
-
-def is_held(x: object) -> bool:
-    """Whether it is a table in a box."""
-    return type(x) is Held
+# Each step makes all boxes anew: register_dataclass would make a dict for each.
+jax.tree_util.register_pytree_with_keys(
+    Held,
+    lambda box: (((jax.tree_util.GetAttrKey("table"), box.table),), None),
+    lambda _, tables: Held(*tables),
+    lambda box: ((box.table,), None),
+)
+#: Whether it is a table in a box: in C, as it is asked of each node of a tree.
+is_held = Held.__instancecheck__
 
 
 def hold(params: Params) -> Any:
@@ -99,8 +99,8 @@ def hold(params: Params) -> Any:
 
     Source: ours.
     """
-    leaves, _ = jax.tree.flatten(unheld(params))
-    return held_where(params, [getattr(x, "ndim", 0) > 1 for x in leaves])
+    flags = [getattr(x, "ndim", 0) > 1 for x in jax.tree.leaves(params)]
+    return held_where(params, flags)
 
 
 def held_where(params: Params, flags: Iterable[bool]) -> Any:
