@@ -539,6 +539,19 @@ def test_a_device_has_whole_buckets(kind):
         ids.find(dynamic.wide_ids([1]), exchange=exchange)
 
 
+def test_ids_travel_to_the_devices_that_hold_their_buckets():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    by_rows, exchange = jax.NamedSharding(mesh, jax.P("x")), js.Exchange("x")
+    alone = dynamic.id_map(64, devices=4)
+    split = dynamic.id_map(64, devices=4, sharding=by_rows)
+    batch = dynamic.wide_ids(np.arange(16) * 2**40 % 11)
+    alone, out = fast_jit(lambda ids, batch: ids.admit(batch))(alone, batch)
+    admit = fast_jit(lambda ids, batch: ids.admit(batch, exchange=exchange))
+    split, out_too = admit(split, jax.device_put(batch, by_rows))
+    np.testing.assert_array_equal(out.rows, out_too.rows)
+    jax.tree.map(np.testing.assert_array_equal, alone, split)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, plan", [*itertools.product(("Auto", "Explicit"), ("all_to_all", "gather"))]
