@@ -89,7 +89,7 @@ def test_arrays_that_are_gone_or_there_twice_are_told():
         js.train_step(distance, tx)(params, tx.init(params), params, IDS[0])
 
 
-@pytest.mark.parametrize("tx", [js.sgd(0.1), EXACT()], ids=["lazy", "exact"])
+@pytest.mark.parametrize("tx", [js.sgd(0.1, untouched="exact"), EXACT()])
 def test_parameters_as_they_are_now_outlive_the_next_step(tx):
     params, state = trained(tx)
     best = tx.now(params, state)
@@ -206,7 +206,7 @@ def test_an_error_of_the_loss_is_told_as_it_is():
 
 
 def test_a_state_in_place_of_parameters_or_of_another_optimizer_is_told():
-    tx, params = EXACT(), start()
+    tx, params = js.adam(0.1, untouched="exact"), start()
     for make in (js.train_step, js.eval_step):
         with pytest.raises(
             TypeError, match=r"got a state first, wanted \w+\(params, state"

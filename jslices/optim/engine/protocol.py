@@ -316,7 +316,7 @@ class GradientTransformation:
           :func:`jslices.train_step`, :func:`jslices.eval_step`) rows alone are computed
           where rows alone are read. Its derivative is that of ``params``: a gradient taken
           at these is one for ``tx.apply``, which then does the missed steps of its rows.
-          Those of a lazy optimizer are ``params``, outside of a program a copy of them.
+          Those of a lazy optimizer are ``params`` themselves.
 
         An array that is used as a whole, so that its gradient is an array, has to catch up
         before such a step if it has missed some: ``tx.catch_up`` with True.
@@ -337,7 +337,7 @@ class GradientTransformation:
         """
         now, _ = self.now_with(params, state, caught_up=False)
         mine = {id(x) for x in jax.tree.leaves(params) if isinstance(x, jax.Array)}
-        if is_traced() or mine.isdisjoint(map(id, jax.tree.leaves(now))):
+        if not self.exact or is_traced() or mine.isdisjoint(map(id, jax.tree.leaves(now))):
             return now
         # A step consumes the parameters, and these are to stay.
         return jax.tree.map(lambda x: jnp.copy(x) if id(x) in mine else x, now)
