@@ -144,8 +144,7 @@ def test_bad_requests_get_one_line_and_exit_code_2(
     assert len([line for line in err.splitlines() if "error:" in line]) == 1
 
 
-@pytest.mark.slow
 def test_vectors_that_run_away_are_reported(capsys, text):
-    options = ("--steps", 50, "--batch", 64, "--dim", 8, "--learning-rate", "1e38")
+    options = ("--steps", 10, "--batch", 64, "--dim", 8, "--learning-rate", "1e38")
     code, _, err = run(capsys, "--text", text, *options)
     assert code == 2 and "lower --learning-rate" in err
