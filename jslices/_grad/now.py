@@ -55,9 +55,8 @@ def _missed(
 
 
 def _compute(p: Any, *operands: Any, count: int, whole: bool, **params: Any) -> Any:
-    if (
-        p.shape[:1] == (1,) and not whole
-    ):  # slices, which XLA reads anew wherever it uses them
+    if p.shape[:1] == (1,) and not whole:
+        # Slices, which XLA reads anew wherever they are used.
         p, *rows = access.at_once([p, *operands[:count]])
         operands = *rows, *operands[count:]
     now = _missed(p, *operands, count=count, whole=whole, **params)
