@@ -82,13 +82,13 @@ class HostRows:
         """
         narrow = self.layout.fields[0].dtype
         if self.layout.is_narrow == (key is None):
-            wanted = (
+            advice = (
                 "needs a random key to round them; type "
                 "key=jax.random.fold_in(jax.random.key(0), step)"
             )
-            wanted = wanted if key is None else "rounds nothing: leave the key out"
+            advice = advice if key is None else "rounds nothing: leave the key out"
             raise InvalidArgumentError(
-                f"rows.pack(table, state, key) of rows that are stored as {narrow} {wanted}"
+                f"rows.pack(table, state, key) of rows that are stored as {narrow} {advice}"
             )
 
         def rounded(table: jax.Array) -> jax.Array:

@@ -50,8 +50,8 @@ def check_ids(ids: ArrayLike, num_rows: int) -> Any:
     Source: the bounds check of ``tf.gather`` on a CPU and FBGEMM's ``BoundsCheckMode``
     FATAL, which report the position in the same way.
     """
-    wanted = f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]"
-    count = access.static_int(num_rows, wanted)
+    message = f"check_ids wants num_rows as an int, got {num_rows!r}; pass table.shape[0]"
+    count = access.static_int(num_rows, message)
     refuse_bad_ids(ids, count, "check_ids", "ids")
     return ids
 

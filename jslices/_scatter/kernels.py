@@ -127,8 +127,8 @@ def _products(
 
     def combine(left: Arrays, right: Arrays) -> Arrays:
         (left_starts, before), (right_starts, after) = left, right
-        kept = access.where_rows(~right_starts, before, 1)
-        return left_starts | right_starts, kept * after
+        factor = access.where_rows(~right_starts, before, 1)
+        return left_starts | right_starts, factor * after
 
     _, products = lax.associative_scan(combine, (starts_of_runs(ordered), rows[positions]))
     return jnp.where(_is_last(ordered), ordered, num_rows), products

@@ -151,8 +151,9 @@ class Saver:
 
     def as_saver_def(self) -> SaverDef:
         """The options, for ``Saver(saver_def=...)``."""
-        kept = self._retention
-        return SaverDef(kept.max_to_keep, self._sharded, kept.every_n_hours)
+        retention = self._retention
+        limits = retention.max_to_keep, self._sharded, retention.every_n_hours
+        return SaverDef(*limits)
 
     # --- saving -----------------------------------------------------------------------
 

@@ -111,9 +111,12 @@ class Step:
         if not is_shape and "as an abstract array" not in str(error):
             return
         names = [*_signature_of(self._fun)][1 : len(args) + 1]
-        for name, x in [*itertools.zip_longest(names, args), *kwargs.items()]:
-            told = not isinstance(error, _SHAPES) or re.search(rf"\b{name}\b", str(error))
-            if name in self._static or not told or not _may_be_static(x, is_shape):
+        pairs = itertools.zip_longest(names, args, fillvalue="name")
+        for name, x in [*pairs, *kwargs.items()]:
+            is_meant = not isinstance(error, _SHAPES) or re.search(
+                rf"\b{name}\b", str(error)
+            )
+            if name in self._static or not is_meant or not _may_be_static(x, is_shape):
                 continue
             raise TypeError(
                 f"js.{self._call} compiles the step, and got {x!r}, which is no array; "
