@@ -10,7 +10,7 @@ VERSION = f"jslices {js.__version__}"
 
 def make(optimizer, num_rows, dim, rate, keep=False, read="gather", **how):
     tx = getattr(js, optimizer)(rate, **how)
-    return jitted(js.value_and_grad, tx, js.apply_updates, num_rows, dim, read)
+    return jitted(js.train_step, tx, num_rows, dim, read)
 
 
 def rows_of(table, ids, read):
@@ -29,22 +29,16 @@ def rows_of(table, ids, read):
     return js.embedding_lookup(table, ids) if read == "lookup" else table[ids]
 
 
-def jitted(value_and_grad, tx, apply_updates, num_rows, dim, read="gather"):
-    """A step of JAX with these three, and the state that it is run on."""
+def jitted(train_step, tx, num_rows, dim, read="gather"):
+    """``train_step(loss, tx)``, jitted, and the state that it is run on."""
     import jax
     import jax.numpy as jnp
 
     def loss(table, ids):
         return 0.5 / ids.shape[0] * jnp.sum(rows_of(table, ids, read) ** 2)
 
-    def step(table, state, ids):
-        value, grads = value_and_grad(loss)(table, ids)
-        updates, state = tx.update(grads, state, table)
-        return apply_updates(table, updates), state, value
-
-    if getattr(tx, "catches_up", False):
-        step = js.train_step(loss, tx)
-    return runner(jax.jit(step, donate_argnums=(0, 1)), tx, num_rows, dim)
+    step = jax.jit(train_step(loss, tx), donate_argnums=(0, 1))
+    return runner(step, tx, num_rows, dim)
 
 
 def prepare(keep=False, **_):

@@ -10,5 +10,15 @@ VERSION = f"jax {jax.__version__}, optax {optax.__version__}"
 
 
 def make(optimizer, num_rows, dim, rate):
-    tx = getattr(optax, optimizer)(rate)
-    return jitted(jax.value_and_grad, tx, optax.apply_updates, num_rows, dim)
+    return jitted(dense_step, getattr(optax, optimizer)(rate), num_rows, dim)
+
+
+def dense_step(loss, tx):
+    """What ``js.train_step`` replaces."""
+
+    def step(params, state, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step

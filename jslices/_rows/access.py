@@ -370,6 +370,19 @@ def gathered_once(rows: jax.Array) -> jax.Array:
     return gathered_once_p.bind(rows)
 
 
+def late_zeros(shape: tuple[int, ...], dtype: np.dtype, after: jax.Array) -> jax.Array:
+    """Zeros that are made when ``after`` is known, floats or integers from 0 on.
+
+    XLA:CPU makes other zeros at once, and has no room in them for what is dead by then: a
+    step of rows of 26 MB takes 78 MB for 52, more than a heap of glibc keeps for the next.
+    """
+    if is_below(after.size, 1) or mesh_of(jax.typeof(after)):
+        return jnp.zeros(shape, dtype)
+    first = after[(0,) * after.ndim].real
+    never = first > np.inf if jnp.issubdtype(first.dtype, jnp.inexact) else first < 0
+    return jnp.full(shape, jnp.where(never, 1, 0), dtype)
+
+
 def at_once(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The arrays, unchanged, but none of them before all are computed.
 

@@ -141,7 +141,7 @@ def _in_turn(
         packed = order == "packed" or access.is_below(capacity, indices.shape[0])
         unique, numbers, distinct = number_by_first(indices, num_rows, capacity, packed)
     wide = widened(values)
-    zeros = jnp.zeros((capacity, *values.shape[1:]), wide.dtype)
+    zeros = access.late_zeros((capacity, *values.shape[1:]), wide.dtype, numbers)
     (zeros,) = _jax.as_varying_as([wide], zeros)  # JAX adds no rows without elements
     summed = zeros.at[numbers].add(wide, **access.DROP)
     if divisor is not None:

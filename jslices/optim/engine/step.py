@@ -441,7 +441,7 @@ def _in_chunks(
             first = p
         else:  # in the kernel's own dtype, which need not be that of the gradient
             shape = jax.eval_shape(kernel, *like(chunk))[0]
-            first = jnp.zeros((len(indices), *shape.shape[1:]), shape.dtype)
+            first = access.late_zeros((len(indices), *shape.shape[1:]), shape.dtype, values)
             (first,) = _jax.as_varying_as(jax.tree.leaves((values, p, state)), first)
         start = jnp.zeros((), jnp.int32), first, state
         return lax.while_loop(lambda x: x[0] < present, body, start)[1:]
