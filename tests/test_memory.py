@@ -115,7 +115,7 @@ def step(num_rows):
         warnings.simplefilter("always")
         jax.eval_shape(update, table, values, indices)
     return [w for w in caught if issubclass(w.category, js.PerformanceHint)]
-small, first, second = step(999_999), step(1_000_000), step(10**7)
+small, first, second = step(1_874_999), step(1_875_000), step(10**7)
 print(how, len(small), len(first), len(second))
 for w in first:
     print(w.filename, w.lineno, w.message)
@@ -138,7 +138,7 @@ def hints(*how, **environment):
 def test_a_large_step_is_told_once_where_kept_memory_would_help():
     said = hints("default", "keep", "other")
     assert re.search(
-        r"default 0 1 0\n<string> 17 .*gradient of 16 MB.*twice as.*"
+        r"default 0 1 0\n<string> 17 .*gradient of 30 MB.*twice as.*"
         r"jslices\.keep_memory\(\) at the start.*JSLICES_KEEP_MEMORY=1 in the environment",
         said,
     )

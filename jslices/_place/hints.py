@@ -29,16 +29,21 @@ from jslices._place.boundary import (
 from jslices._typing import Aval, Leaf
 
 # From glibc's <malloc.h>.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
 #: What a step on a CPU keeps: arrays below 128 MiB, which glibc would map anew from 32 on,
 #: or below, by luck of their size; larger tables are mapped, and go when they are freed.
-_OF_STEPS = ((_MMAP_THRESHOLD, 128 << 20), (_TRIM_THRESHOLD, 512 << 20))
+#: A thread has heaps of 64 MiB, and gives an empty one back if there is that much room.
+_OF_STEPS = (
+    (_MMAP_THRESHOLD, 128 << 20),
+    (_TRIM_THRESHOLD, 512 << 20),
+    (_TOP_PAD, 64 << 20),
+)
 
-#: Larger arrays are hinted at where they are copied or used as a whole, and gradients, of
-#: which a step has temporaries of one to three times their size: from 40 MiB on they are
-#: mapped anew, whatever a step keeps (benchmarks/page_faults.py). Without kept memory such
-#: steps took in the median 2.2 times as long (the 24 cells of docs/speed.md).
+#: Larger arrays are hinted at where they are copied or used as a whole.
 HINT_BYTES = 16 * 10**6
+#: So are gradients of so many bytes: temporaries are twice as large, and those of more than
+#: 64 MiB are mapped anew in each step, whatever it keeps (benchmarks/page_faults.py).
+UNKEPT_BYTES = 30 * 10**6
 #: Rows of a tile on a TPU. Of 16-bit numbers 16 fill one, yet 8 suffice.
 TILE_ROWS = 8
 #: A TPU lays out by rows what is a multiple of so many numbers long.
@@ -103,7 +108,7 @@ def keep_memory() -> None:
     XLA:CPU allocates the temporaries of a program at each execution, and where glibc's
     ``malloc`` asks the operating system for memory every time, the step waits for thousands
     of page faults. A step that is traced for a CPU lets the process keep up to 512 MiB by
-    itself, which is enough for temporaries below 32 MiB. For larger ones, gradients of 16
+    itself, which is enough for temporaries below 64 MiB. For larger ones, gradients of 30
     MB and more, call this: the process then keeps all memory that it has freed and, from
     the first dozen steps on, uses it again. At V = 488,281, D = 128 and 80,125 ids a step
     of AdamW makes 20,937 page faults without it and none with it.
@@ -187,7 +192,7 @@ def keep_memory_if_set() -> None:
 def hint_large_step(values: Aval) -> None:
     """Hints, once in a process, at what a large step on a CPU loses without kept memory.
 
-    ``values`` are those of its gradient, of ``HINT_BYTES`` or more.
+    ``values`` are those of its gradient, of ``UNKEPT_BYTES`` or more.
     """
     if _MEMORY in hinted or platform_of(values) != "cpu":
         return

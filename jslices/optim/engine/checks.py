@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 from jslices._arguments import check_array
 from jslices._place.boundary import platform_of
 from jslices._place.hints import (
-    HINT_BYTES,
+    UNKEPT_BYTES,
     hint_large_step,
     hint_rows,
     keep_memory_of_steps,
@@ -90,7 +90,7 @@ def checked_gradient(
             )
         if platform_of(grad.values) == "cpu":
             keep_memory_of_steps()
-        if is_below(HINT_BYTES - 1, grad.values.nbytes):
+        if is_below(UNKEPT_BYTES - 1, grad.values.nbytes):
             hint_large_step(grad.values)
         if grad.dense_shape is None:
             tall = [x for x in (param, *state.values()) if x is not None]
