@@ -49,12 +49,20 @@ _MARK = struct.Struct("<16sq")
 _DONE = np.dtype(np.int64)
 #: Steps that a log in memory has room for at first.
 FIRST_STEPS = 1 << 12
-#: Said of a file of an earlier format.
+#: Said of a file of an earlier format: of row numbers, and of ids.
 _OLD = (
     "was made by an earlier version of jslices. There, of rows = np.arange(V) or parts of "
     "it, save params, state = table.fetch(rows)[0].unpack() with jslices.Saver; here, "
     "restored without variables, HostTable(..., a new path).write(rows, "
     "*jslices.checkpoint.resize_rows(tx, params, state, params))"
+)
+_OLD_IDS = (
+    "was made by an earlier version of jslices. There ids, _ = table.ids.export(); rows, "
+    "places = table.fetch(ids); params, state = rows.unpack(), and save these four with "
+    "jslices.Saver. Here, restored without variables, of table = HostTable(..., a new path)"
+    ": rows, here = table.fetch(ids); new, _ = rows.unpack(); order = np.full(len(new), -1)"
+    "; order[here] = places; table.store(rows.pack(*jslices.checkpoint.resize_rows(tx, "
+    'params, state, new, {"*": order})))'
 )
 
 
@@ -194,6 +202,18 @@ class Records:
             if len(some):
                 self.put(log, at, np.ascontiguousarray(some))
 
+    def short_logs(self, shared: Sequence[Any]) -> tuple[list[np.ndarray], list[Any]]:
+        """The values that all rows share, with logs as short as here, and all they had.
+
+        ``(shared, known)``: ``put_columns`` takes each of ``known``.
+        """
+        shared, known = [np.asarray(x) for x in shared], []
+        for number, log in enumerate(self.in_logs):
+            known.append((number, *log.columns(shared)))
+            length = self.shared[1 + log.number].shape[1]
+            shared[log.number] = log.shortened(shared, length)
+        return shared, known
+
     def columns_of(self, layout: Layout, words: np.ndarray) -> tuple[np.ndarray, ...]:
         """What records missed ``[n, lines]``, of each log; NaN where it has forgotten."""
         found = []
@@ -329,6 +349,7 @@ class FileForm:
         self.head = _description(layout, num_rows, size)
         self.at = offsets_in(self.head)
         self.words, self.word, self.tx = layout.words, layout.word, layout.tx
+        self.is_keyed = bool(layout.keyed)
         self.in_logs, self.logs = layout.logs, _logs(layout, LOG_STEPS)
         call = re.sub(" at 0x[0-9a-f]+", "", self.tx.call or "").encode()
         self.optimizer = hashlib.blake2b(call, digest_size=8).digest() if call else bytes(8)
@@ -353,7 +374,7 @@ class FileForm:
             rb'.* 1\n|.*\n(?!.*"record")|.*\n.*\bclock/(run|snap|log/\d+", "\w+", \[0,)',
             start,
         ):
-            raise InvalidArgumentError(f"{path} {_OLD}")
+            raise InvalidArgumentError(f"{path} {_OLD_IDS if self.is_keyed else _OLD}")
         if magic != _MAGIC:
             raise InvalidArgumentError(
                 f"{path} is no file of a HostTable; give the path of one, or of none yet"

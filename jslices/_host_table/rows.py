@@ -128,11 +128,18 @@ class Stored(NamedTuple):
                 "another. They were not written"
             )
         words = np.asarray(self.words.words)[: len(self.rows)]
-        steps = np.asarray(self.records.shared[0] + 1)
-        shared = [steps, *(np.asarray(x) for x in self.words.shared)]
+        steps, *old = self.records.shared
+        shared = [np.asarray(x) for x in self.words.shared]
+        if any(x.shape != y.shape for x, y in zip(shared, old, strict=True)):
+            # With the log of a state from elsewhere.
+            shared, known = self.records.short_logs(shared)
+            for columns in known:
+                self.records.put_columns(*columns)
         words = self.records.with_entries(self.rows, words, self.batch)
         number = int(self.records.done) + 1
-        return Part(self.records, number, self.rows, words, shared)
+        return Part(
+            self.records, number, self.rows, words, [np.asarray(steps + 1), *shared]
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)

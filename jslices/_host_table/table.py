@@ -470,10 +470,7 @@ class HostTable(Journaled):
         array: Any = params if isinstance(params, jax.Array) else np.asarray(params)
         words = np.empty((len(rows), self._layout.words), self._layout.word)
         packed = self._rows_of(words, rows).pack(array, state, key)
-        shared = [np.asarray(x) for x in packed.shared]
-        known = [log.columns(shared) for log in self._layout.logs]
-        for log in self._layout.logs:
-            shared[log.number] = log.shortened(shared, old[log.number].shape[1])
+        shared, known = self._records.short_logs(packed.shared)
         for field, x, y in zip(self._layout.shared, shared, old, strict=True):
             if self._records.done and (x != y).any():
                 raise InvalidArgumentError(
@@ -481,8 +478,8 @@ class HostTable(Journaled):
                     "all of its rows: write these to a new HostTable"
                 )
         self._fetched = None
-        for number, columns in enumerate(known):
-            self._records.put_columns(number, *columns)
+        for columns in known:
+            self._records.put_columns(*columns)
         self._write(distinct, np.asarray(packed.words)[order], [steps, *shared])
 
     @one_at_a_time
