@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_users, slow_unless
+from helpers import as_users, slow_but_first, slow_unless
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -295,6 +295,24 @@ def test_moments_split_beside_a_table_on_every_device(mesh, tx):
         alone = step(*alone, batch)
     np.testing.assert_allclose(here["t"], alone[0]["t"], rtol=1e-6)
     np.testing.assert_allclose(state.nu["t"], alone[1].nu["t"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", slow_but_first("Explicit", "Auto"), indirect=True)
+def test_rows_of_ids_catch_up_where_they_are(mesh):
+    tx, split = js.sgd(0.1, 0.9, untouched="exact"), NamedSharding(mesh, P("x"))
+    rows = js.IndexedSlices(jnp.ones((2, 2)), jnp.array([3, 9]), (16, 2))
+    none = js.IndexedSlices(jnp.ones((0, 2)), jnp.zeros(0, int), (16, 2))
+    table, state = jnp.ones((16, 2)), tx.init(jnp.ones((16, 2)))
+    for grad in (rows, none):
+        table, state = tx.apply(grad, state, table)
+    expected = tx.catch_up(table, state, jnp.array([9, 3, 15]))[0]
+    assert expected[3, 0] < table[3, 0]
+    tall = lambda x: jax.device_put(x, split) if x.shape[:1] == (16,) else x  # noqa: E731
+    with jax.set_mesh(mesh):
+        ids = jnp.array([9, 3, 15])
+        found = jax.jit(tx.catch_up)(*jax.tree.map(tall, (table, state)), ids)[0]
+    assert found.sharding.is_equivalent_to(split, 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @LAZY_AND_EXACT

@@ -521,9 +521,14 @@ def test_a_copy_of_some_rows_in_another_order(tmp_path):
     assert os.listdir(tmp_path) == ["some"]
 
 
-@pytest.mark.parametrize("untouched", slow_but_first("lazy", "exact"))
-def test_a_table_that_was_trained_in_memory(untouched, tmp_path):
-    tx = js.adam(0.1, untouched=untouched)
+@pytest.mark.parametrize("name", slow_but_first("momentum", "lazy", "adam"))
+def test_a_table_that_was_trained_in_memory(name, tmp_path):
+    exact = {"untouched": "exact"}
+    tx = {
+        "momentum": js.sgd(0.1, 0.9, **exact),
+        "lazy": js.adam(0.1),
+        "adam": js.adam(0.1, **exact),
+    }[name]
     params, state = jnp.asarray(START), tx.init(jnp.asarray(START))
     for ids, wanted in BATCHES[:3]:
         params, state = tx.catch_up(params, state, ids)

@@ -136,6 +136,26 @@ def test_what_the_loss_looks_up_is_stacked():
     assert_same(UNSTACK.stack(PARAMS), STACKED)
 
 
+def test_a_number_by_table():
+    some = {**dict.fromkeys(PARAMS), "emb": {**dict.fromkeys(PARAMS["emb"]), "t1": 0.5}}
+    of_rows = UNSTACK.per_row(some, default=1.0).tables["4"]
+    assert of_rows(jnp.array([0, 29, 30, 60, 61])).tolist() == [1, 1, 0.5, 0.5, 1]
+    height = UNSTACK.tables["4"].num_rows
+    spread = js.spread_ids(jnp.arange(height), height)
+    back = of_rows(js.spread_ids(spread, height, inverse=True))
+    np.testing.assert_array_equal(back, of_rows(jnp.arange(height)))
+
+
+def test_slices_are_split_and_stacked():
+    slices = js.IndexedSlices(jnp.ones((4, 4)), jnp.array([0, 29, 30, 61]), (126, 4))
+    parts = UNSTACK.tables["4"].split(slices)
+    again = UNSTACK.tables["4"].stack(parts)
+    assert again.indices.shape == (16,)
+    assert_same(again.to_dense(), slices.to_dense())
+    with pytest.raises(js.InvalidArgumentError, match="stack wants slices for"):
+        UNSTACK.tables["4"].stack({**parts, "emb.t0": slices})
+
+
 @pytest.mark.slow
 def test_gradients_are_rows_of_the_stacks():
     grads = fast_jit(js.grad(of_stacked))(STACKED, *BATCHES[0])
@@ -170,13 +190,6 @@ def test_rows_by_table(untouched):
     apart = trained(scale(rates), PARAMS, loss)
     stacked = trained(scale(UNSTACK.per_row(rates)), STACKED, of_stacked)
     assert_same(UNSTACK(stacked[0]), apart[0])
-    some = {**dict.fromkeys(PARAMS), "emb": {**dict.fromkeys(PARAMS["emb"]), "t1": 0.5}}
-    of_rows = UNSTACK.per_row(some, default=1.0).tables["4"]
-    assert of_rows(jnp.array([0, 29, 30, 60, 61])).tolist() == [1, 1, 0.5, 0.5, 1]
-    height = UNSTACK.tables["4"].num_rows
-    spread = js.spread_ids(jnp.arange(height), height)
-    back = of_rows(js.spread_ids(spread, height, inverse=True))
-    np.testing.assert_array_equal(back, of_rows(jnp.arange(height)))
 
 
 @pytest.mark.slow
