@@ -138,7 +138,7 @@ def hints(*how, **environment):
 def test_a_large_step_is_told_once_where_kept_memory_would_help():
     said = hints("default", "keep", "other")
     assert re.search(
-        r"default 0 1 0\n<string> 17 .*gradient of 30 MB.*twice as.*"
+        r"default 0 1 0\n<string> 17 .*gradient of 30 MB.*half as long again.*"
         r"jslices\.keep_memory\(\) at the start.*JSLICES_KEEP_MEMORY=1 in the environment",
         said,
     )

@@ -63,8 +63,8 @@ def assert_said(line, wanted):
 
 def test_the_table_of_peers():
     everything = lambda num_bytes: True  # noqa: E731
-    small = lambda num_bytes: num_bytes < 16e6  # noqa: E731
-    large = lambda num_bytes: num_bytes >= 16e6  # noqa: E731
+    small = lambda num_bytes: num_bytes < 30e6  # noqa: E731
+    large = lambda num_bytes: num_bytes >= 30e6  # noqa: E731
     said = table("| gradient, `K * D * 4` bytes |")
     for line, wanted in zip(said, (everything, small, large), strict=True):
         plain = against_peers("jslices", wanted)
@@ -83,7 +83,7 @@ def test_the_table_of_dense_gradients():
 
 def test_the_table_of_what_is_lost_without_memory_kept():
     lost = [
-        (name, dim * ids * 4 >= 16e6, ms["jslices"] / ms["jslices, memory kept"])
+        (name, dim * ids * 4 >= 30e6, ms["jslices"] / ms["jslices, memory kept"])
         for name, (_, dim, ids), ms in CELLS
     ]
     small = [times for _, large, times in lost if not large]
@@ -99,9 +99,9 @@ def test_the_table_of_what_is_lost_without_memory_kept():
 def test_what_the_readme_says():
     said = README.split("Beside the faster of")[1]
     shown = re.findall(r"\b\d\.\d\d\b", said.split("([how")[0])
-    small = against_peers("jslices", lambda num_bytes: num_bytes < 16e6)
+    small = against_peers("jslices", lambda num_bytes: num_bytes < 30e6)
     large, kept = (
-        against_peers(name, lambda num_bytes: num_bytes >= 16e6)
+        against_peers(name, lambda num_bytes: num_bytes >= 30e6)
         for name in ("jslices", "jslices, memory kept")
     )
     wanted = [f(x) for x in (small, kept, large) for f in (statistics.median, min)]

@@ -82,8 +82,8 @@ def peers():
     lines = [f"| gradient, `K * D * 4` bytes | cells | {names} |", "|---|" + "---:|" * 7]
     for label, wanted in (
         ("all", lambda size: True),
-        ("below 16 MB", lambda size: size < 16),
-        ("16 MB or more", lambda size: size >= 16),
+        ("below 30 MB", lambda size: size < 30),
+        ("30 MB or more", lambda size: size >= 30),
     ):
         count, plain_times = spread(against_peers(OURS), wanted)
         _, kept_times = spread(against_peers(KEPT), wanted)
@@ -96,10 +96,10 @@ def unkept():
     points = [(kind, k * d * 4 / 1e6, x[OURS] / x[KEPT]) for kind, (_, d, k), x in cells()]
     lines = ["| step | cells | least | median | most |", "|---|---:|---:|---:|---:|"]
     below = [(size, times) for _, size, times in points]
-    rows = [("any, below 16 MB", spread(below, lambda size: size < 16))]
+    rows = [("any, below 30 MB", spread(below, lambda size: size < 30))]
     for name, label in NAMES.items():
         own = [(size, times) for kind, size, times in points if kind == name]
-        rows.append((f"{label}, 16 MB or more", spread(own, lambda size: size >= 16)))
+        rows.append((f"{label}, 30 MB or more", spread(own, lambda size: size >= 30)))
     return "\n".join(lines + [f"| {label} | {n} | {times} |" for label, (n, times) in rows])
 
 

@@ -42,7 +42,8 @@ _OF_STEPS = (
 #: Larger arrays are hinted at where they are copied or used as a whole.
 HINT_BYTES = 16 * 10**6
 #: So are gradients of so many bytes: temporaries are twice as large, and those of more than
-#: 64 MiB are mapped anew in each step, whatever it keeps (benchmarks/page_faults.py).
+#: 64 MiB are mapped anew in each step, whatever it keeps (benchmarks/page_faults.py), which
+#: then takes 1.6 times as long (the median of 12 cells of docs/speed.md).
 UNKEPT_BYTES = 30 * 10**6
 #: Rows of a tile on a TPU. Of 16-bit numbers 16 fill one, yet 8 suffice.
 TILE_ROWS = 8
@@ -202,9 +203,9 @@ def hint_large_step(values: Aval) -> None:
     hint_once(
         _MEMORY,
         f"this step has a gradient of {values.nbytes / 1e6:.0f} MB, and the operating "
-        "system maps the temporaries of such a step anew each time: it takes about twice "
-        "as long as it could (1.4 to 3.3 times). Call jslices.keep_memory() at the start "
-        f"of the program, or run it with {VARIABLE}=1 in the environment",
+        "system maps the temporaries of such a step anew each time: it takes about half as "
+        "long again as it could (1.2 to 2.0 times). Call jslices.keep_memory() at the "
+        f"start of the program, or run it with {VARIABLE}=1 in the environment",
     )
 
 
