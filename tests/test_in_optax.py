@@ -238,7 +238,8 @@ def test_no_more_entries_are_added_than_there_are_rows(name):
 @pytest.mark.slow
 def test_exact_with_an_injected_learning_rate():
     """The number may change between steps; the missed ones use the newest."""
-    make = optax.inject_hyperparams(js.adam, static_args=("b1", "b2", "eps"))
+    fixed = ("b1", "b2", "eps", "eps_root")
+    make = optax.inject_hyperparams(js.adam, static_args=fixed)
     tx, alone = make(learning_rate=0.1, untouched="exact"), js.adam(0.1, untouched="exact")
     grads = grads_of(0)
     updates, state = fast_jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
@@ -249,6 +250,10 @@ def test_exact_with_an_injected_learning_rate():
     catch_up = fast_jit(alone.catch_up)
     got, _ = catch_up(PARAMS, state.inner_state, ids)
     assert_close(got, catch_up(PARAMS, wanted_state, ids)[0], rtol=1e-5)
+    make = optax.inject_hyperparams(js.adam, static_args=fixed[:-1])
+    state = make(learning_rate=0.1, untouched="exact").init(PARAMS)
+    with pytest.raises(ValueError, match="of an exact optimizer with other numbers"):
+        alone.catch_up(PARAMS, state.inner_state, ids)
 
 
 @pytest.mark.parametrize(
