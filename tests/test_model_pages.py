@@ -253,6 +253,17 @@ def test_nnx_in_place():
         assert copied * table <= fresh < (copied + 0.5) * table
 
 
+@pytest.mark.parametrize("make", [js.train_step, js.eval_step])
+def test_an_nnx_step_made_anew_in_each_turn_is_told(make, monkeypatch):
+    nnx = pytest.importorskip("flax.nnx")
+    monkeypatch.setattr("jslices._place.hints.hinted", set())
+    model = nnx_model(nnx, normed=False)
+    optimizer = nnx.Optimizer(model, js.sgd(0.1), wrt=nnx.Param)
+    with pytest.warns(js.PerformanceHint, match=r"made anew for each call.*3 times"):
+        for _ in range(3):
+            make(lambda m, ids: mean_square(m(ids)), optimizer)(model, IDS)
+
+
 def test_nnx_explain():
     nnx = pytest.importorskip("flax.nnx")
     graph, params = nnx.split(nnx_model(nnx, normed=False))

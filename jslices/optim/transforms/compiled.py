@@ -39,7 +39,7 @@ _MOST = 16
 #: The arrays that a step was called with: those of its parameters, and the others.
 ARGUMENTS: contextvars.ContextVar[Any] = contextvars.ContextVar("arguments", default=None)
 #: For the code of a function how many of its steps have followed one another, each called
-#: for the first time with what the last one returned, of which this is an array.
+#: for the first time with what the last one left: an array of a state, or an optimizer.
 _turns: dict[object, tuple[weakref.ref[Any], int]] = {}
 
 
@@ -91,7 +91,9 @@ class Step:
             ARGUMENTS.reset(token)
         if self._is_new:
             self._is_new = False
-            self._look_for_others(state, results)
+            states = state, results[1] if self._call == "train_step" else state
+            arrays = (next(iter(jax.tree.leaves(x)), None) for x in states)
+            hint_if_made_anew(self._call, self._fun, *arrays)
         return results
 
     def lower(self, params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
@@ -124,23 +126,25 @@ class Step:
                 "), or compile it yourself: jit=False"
             ) from error
 
-    def _look_for_others(self, state: State, results: Any) -> None:
-        """Hint at a function or an optimizer that is made anew for each call."""
-        code = getattr(getattr(self._fun, "func", self._fun), "__code__", None)
-        came = jax.tree.leaves(state)[:1]
-        left = jax.tree.leaves(results[1])[:1] if self._call == "train_step" else came
-        if code is None or not (came and left):
-            return
-        last, count = _turns.get(code, (lambda: None, 0))
-        count = count + 1 if last() is came[0] else 1
-        _turns[code] = weakref.ref(left[0]), count
-        if count == _TOO_MANY:
-            hint_once(
-                ("anew", code),
-                f"js.{self._call} got a function or an optimizer that is made anew for "
-                f"each call, and compiled it {count} times. Make both once, and step = "
-                f"js.{self._call}(fun, tx), before the loop",
-            )
+
+def hint_if_made_anew(call: str, fun: Any, came: Any, left: Any) -> None:
+    """Hint at a function or an optimizer that is made anew for each call.
+
+    Of a step that is called for the first time, by what of the state ``came`` and ``left``.
+    """
+    code = getattr(getattr(fun, "func", fun), "__code__", None)
+    if code is None or came is None or left is None:
+        return
+    last, count = _turns.get(code, (lambda: None, 0))
+    count = count + 1 if last() is came else 1
+    _turns[code] = weakref.ref(left), count
+    if count == _TOO_MANY:
+        hint_once(
+            ("anew", code),
+            f"js.{call} got a function or an optimizer that is made anew for each call, "
+            f"and compiled it {count} times. Make both once, and step = js.{call}(fun, "
+            "tx), before the loop",
+        )
 
 
 def made_once(make: F) -> F:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jslices._grad.arguments import split_aux
 from jslices._jax import is_traced
+from jslices.optim.transforms.compiled import hint_if_made_anew
 
 
 def is_nnx_optimizer(tx: object) -> bool:
@@ -66,17 +67,26 @@ def eval_step_of_model(
 
 def compiled_for(
     optimizer: Any,
+    name: str,
+    fun: Callable[..., Any],
     pure: Callable[..., Any],
     boxed: Callable[..., Any] | None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """A step of this optimizer: ``boxed``, by ``nnx.jit``, where nothing is traced."""
+    """``js.name(fun, optimizer)``: ``boxed``, by ``nnx.jit``, where nothing is traced."""
     from flax import nnx
 
     compiled = nnx.jit(boxed, **options) if boxed else pure
+    is_new = boxed is not None
 
     def of_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        call = pure if is_traced() else compiled
-        return call(model, optimizer, *args, **kwargs)
+        nonlocal is_new
+        if is_traced():
+            return pure(model, optimizer, *args, **kwargs)
+        results = compiled(model, optimizer, *args, **kwargs)
+        if is_new:
+            is_new = False
+            hint_if_made_anew(name, fun, optimizer, optimizer)
+        return results
 
     return of_model

@@ -143,7 +143,7 @@ def train_step(
         step_of = functools.partial(step_of, jit=False)  # the step of the model compiles
         of_model = functools.partial(train_step_of_model, step_of, fun, has_aux)
         boxes = of_model(True) if jit else None
-        return compiled_for(tx, of_model(False), boxes, **compiled)
+        return compiled_for(tx, "train_step", fun, of_model(False), boxes, **compiled)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx))
 
@@ -277,7 +277,7 @@ def eval_step(
     compiled = {"static_argnames": static_argnames}
     if is_nnx_optimizer(tx):
         of_model = eval_step_of_model(eval_step, fun)
-        return compiled_for(tx, of_model, of_model, **compiled)
+        return compiled_for(tx, "eval_step", fun, of_model, of_model, **compiled)
     if not isinstance(tx, GradientTransformation):
         raise TypeError(_not_ours(tx, "eval_step"))
 
