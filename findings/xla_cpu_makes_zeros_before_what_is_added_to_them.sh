@@ -14,6 +14,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q "jax==0.10.2" "jaxlib==0.10.2" "numpy==2.3.5"
+cd "$folder"
 JAX_PLATFORMS=cpu "$folder/venv/bin/python" - <<'PYTHON'
 import jax
 import jax.numpy as jnp
