@@ -4,7 +4,7 @@ import os
 
 from hypothesis import settings
 
-#: Of the slow step.
+#: The programs that the counts below are for; the slow step of ``.ci/run`` has 12.
 USUAL = 20
 #: Random programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
 PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", USUAL // 4))
