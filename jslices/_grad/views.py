@@ -150,8 +150,7 @@ class TableView(View):
         if array.shape == self.shape:
             return array
         # On Explicit axes JAX does not merge axes if the second is split.
-        merged: jax.Array = drop_sharding(array).reshape(self.shape)
-        return merged
+        return drop_sharding(array).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,8 +294,7 @@ class Replaced(Derived):
 
     def _here(self, numbers: jax.Array) -> jax.Array:
         """True for the numbers of the rows that others replace."""
-        here: jax.Array = self._for_each(self.at, numbers) == numbers % self.height
-        return here
+        return self._for_each(self.at, numbers) == numbers % self.height
 
     def _for_each(self, x: jax.Array, numbers: jax.Array) -> Any:
         """The element of ``x``, one for each table, for the table of each row number."""
@@ -407,7 +405,7 @@ class Repeated(Derived):
         while isinstance(inner, Unslotted):
             inner, stops = inner.inner, stops or isinstance(inner, Stopped)
         if isinstance(inner, TableView) and inner.array.shape == self.shape:
-            array: jax.Array = inner.array  # which is never of the shape of `inner`
+            array = inner.as_it_is_now()  # which is never of the shape of `inner`
             return lax.stop_gradient(array) if stops else array
         return of(self.inner).reshape(self.shape)
 
