@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jslices import _jax
 from jslices._densify import human_bytes
 from jslices._exchange.plan import Way
 from jslices._grad.call import UserCall
-from jslices._grad.ids import eval_ids
+from jslices._grad.ids import numbers_of_reads
 from jslices._grad.plan import Planned, Site
 from jslices._place.boundary import split_along
 from jslices._place.hints import hint_once
@@ -79,10 +80,12 @@ def _concrete_ids(planned: Planned, call: UserCall, count: int) -> Sequence[Any]
         return dataclasses.replace(site, exchange=None, sharding=None)
 
     alone = planned._replace(plan=jax.tree.map(on_one_device, planned.plan), eager=False)
-    ids, needed = eval_ids(alone, call.primals)
-    if needed or any(isinstance(x, jax.core.Tracer) for x in ids):
+    program = numbers_of_reads(alone, call.primals, every=False)
+    every = [True] * count
+    if any(_jax.inputs_used(program, every)):  # they depend on values of the leaves
         return [None] * count
-    return [np.asarray(x) for x in ids]
+    ids = _jax.eval_minimal(program, every, call.primals)
+    return [None if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in ids]
 
 
 def _exchange_report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:

@@ -99,7 +99,7 @@ def rows_read(
       ValueError: unless they ``may_follow``, for rows that depend on values of the leaf.
     """
     operands = [*call.primals, *call.inputs]
-    program = _numbers_of_reads(planned, operands, every=True)
+    program = numbers_of_reads(planned, operands, every=True)
     sites = planned.sites
     wanted = [site.leaf in leaves for site in sites]
     for i in () if may_follow else sorted(leaves):
@@ -142,18 +142,7 @@ def joined(rows: Rows, others: Rows) -> Rows:
     return concat_slices([rows, others])
 
 
-def eval_ids(planned: Planned, primals: Sequence[Any]) -> tuple[list[jax.Array], bool]:
-    """The row numbers of every gradient, and whether ``primals`` determine them.
-
-    Nothing else of the call is run; other primals may be described.
-    """
-    program = _numbers_of_reads(planned, primals, every=False)
-    every = [True] * len(program.jaxpr.outvars)
-    used = _jax.inputs_used(program, every)
-    return _jax.eval_minimal(program, every, primals), any(used)
-
-
-def _numbers_of_reads(planned: Planned, primals: Sequence[Any], every: bool) -> Any:
+def numbers_of_reads(planned: Planned, primals: Sequence[Any], every: bool) -> Any:
     """The program from leaves to the row numbers of reads, as of :func:`run_planned`."""
 
     def row_numbers(*primals: Any) -> list[Any]:
