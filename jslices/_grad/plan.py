@@ -362,7 +362,8 @@ class Planner(ViewWalk):
 
     def read(self, eqn: Equation, read: RowRead, values: Values) -> None:
         use = DenseUse(_jax.kind(eqn), self.source(eqn))
-        leaves = read.leaves if use.what.endswith("dot_general") else []
+        is_product = use.what.endswith("dot_general")
+        leaves = [table.leaf for table in tables_read(read.view) if is_product]
         many = [x for x in leaves if self._multiplies_many(self._leaves[x], read.count)]
         self.uses.whole.update((x, use) for x in many if x not in self.uses.whole)
         if not many:
@@ -406,8 +407,7 @@ class Planner(ViewWalk):
         self.plan.append(part.plan)
         self.uses.add(part.uses)
         # Each gets a view of its own, as if a jitted function had returned it.
-        outputs: Values = jax.tree.map(lambda x: x, part.outputs)
-        return outputs
+        return jax.tree.map(lambda x: x, part.outputs)
 
     def loop(
         self, eqn: Equation, turn: Turn, carry: Values, xs: Values
@@ -447,10 +447,8 @@ class Planner(ViewWalk):
         self.plan, self._rows_read = outer, self._rows_read.parents
 
 
-def _note(
-    uses: dict[int, DenseUse], view: View, use: DenseUse, slotted: bool = True
-) -> None:
-    for table in tables_read(view, slotted):
+def _note(uses: dict[int, DenseUse], view: View, use: DenseUse) -> None:
+    for table in tables_read(view):
         uses.setdefault(table.leaf, use)
 
 

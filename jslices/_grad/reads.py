@@ -82,11 +82,6 @@ class RowRead:
     beside: Atom | None = None  # a variable whose value comes after the operands'
 
     @property
-    def leaves(self) -> list[int]:
-        """The leaves whose rows are read with cotangent slots, in order."""
-        return [table.leaf for table in tables_read(self.view)]
-
-    @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
         steps = (step for _, _, name in self.view.reads for step in name)
@@ -306,9 +301,7 @@ def _slice_form(eqn: Equation, operands: Values, origins: Origins) -> RowRead | 
     view = operands[0]
     if isinstance(view, Transposed):
         return _slice_transposed(eqn, view)
-    if not isinstance(view, View):
-        return None
-    return _slice_rows(eqn, view)
+    return _slice_rows(eqn, view) if isinstance(view, View) else None
 
 
 def _gather_rows(eqn: Equation, view: View, origins: Origins) -> RowRead | None:

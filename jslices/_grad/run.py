@@ -101,8 +101,7 @@ def slots_for(plan: SiteTree, every: bool = False) -> SlotTree:
         zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
         return _jax.as_varying(zeros, site.varying)
 
-    slots: SlotTree = jax.tree.map(slot, plan)
-    return slots
+    return jax.tree.map(slot, plan)
 
 
 def gradients_of(

@@ -184,8 +184,7 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
             whole = jax.tree.map(
                 lambda x: x or everywhere, types(*args), is_leaf=lambda x: x is None
             )
-            result: R = restore_sharding(out, whole)
-            return result
+            return restore_sharding(out, whole)
 
         return without_explicit_axes
 
