@@ -190,19 +190,9 @@ class Placement:
         return jax.P(self.rows)
 
     @property
-    def by_rows_and_columns(self) -> jax.P:
-        """Of the values of the gradient."""
-        return jax.P(self.rows, *self.columns)
-
-    @property
     def by_batch(self) -> jax.P:
         """Of arrays whose first axis is split over all devices that hold different ids."""
         return jax.P(self.batch)
-
-    @property
-    def by_batch_and_columns(self) -> jax.P:
-        """Of rows that were looked up."""
-        return jax.P(self.batch, *self.columns)
 
 
 def on_each_device(
