@@ -79,7 +79,6 @@ def rmsprop(
     give its result. TensorFlow's ``nu`` starts from 1 and its ``eps`` is 1e-10; PyTorch's
     ``eps`` is outside the root and its ``decay`` is 0.99.
     """
-    exact = untouched == "exact"
     starts = {"nu": rule.full(initial_scale)}
     if centered:
         starts["mu"] = rule.zeros()
@@ -111,7 +110,7 @@ def rmsprop(
         return kernel
 
     missed = None
-    if exact:
+    if untouched == "exact":
         rule.check_fading("rmsprop", decay=decay, momentum=momentum)
 
         def advance(missed: Missed, p: jax.Array, state: Record) -> Change:
