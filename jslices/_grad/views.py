@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jslices._rows.access import clipped_indices, per_row, places, take_rows, wi
 
 #: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
-
+Kind = TypeVar("Kind")
 
 #: Tables by whether they are read with a cotangent slot, the leaf, the name of row numbers.
 Reads: TypeAlias = "dict[tuple[bool, int, tuple[Any, ...]], TableView]"
@@ -94,6 +94,19 @@ class View:
         return found
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def _view(*parts: str) -> Callable[[type[Kind]], type[Kind]]:
+    """A decorator for views: pytrees of these parts, so that they may cross ``jax.jit``."""
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        kind = dataclasses.dataclass(frozen=True, eq=False)(kind)
+        fields = (f.name for f in dataclasses.fields(kind) if f.init)  # type: ignore[arg-type]
+        others = [name for name in fields if name not in parts]
+        return jax.tree_util.register_dataclass(kind, parts, others)
+
+    return register
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Now:
@@ -110,7 +123,7 @@ class Now:
         return now_p.bind(p, *rows, *shared, **params)  # type: ignore[no-any-return]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("array", "now")
 class TableView(View):
     """A differentiated array as it is, or as it is ``now``: the leaf with this number.
 
@@ -164,7 +177,7 @@ class Keyed:
     forward: Any = dataclasses.field(compare=False, default=None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("operands")
 class Rowwise(View):
     """The result of an operation that treats every row alike.
 
@@ -208,7 +221,7 @@ class Derived(View):
         return of(self.inner)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner", "starts")
 class Renumbered(Derived):
     """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``.
 
@@ -264,7 +277,7 @@ class Renumbered(Derived):
         return jnp.broadcast_to(array, (*self.rows, *row)).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner", "at", "rows")
 class Replaced(Derived):
     """Another view with an array in place of one row.
 
@@ -302,7 +315,7 @@ class Replaced(Derived):
         return x if self.height == self.shape[0] else x[numbers // self.height]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("arrays")
 class Stacked(View):
     """Several arrays below one another: ``concatenate`` along the axis of rows.
 
@@ -359,7 +372,7 @@ class Stacked(View):
         return ids.renumbered(("below", above, height, total), inside)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Unpacked(Derived):
     """The rows of another view cut into equal parts: ``packed.reshape(V, D)``.
 
@@ -388,7 +401,7 @@ class Unpacked(Derived):
         return of(self.inner).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Repeated(Derived):
     """An array ``[*B, V, *D]``, a table for every example of a batch.
 
@@ -410,7 +423,7 @@ class Repeated(Derived):
         return of(self.inner).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Transposed(Derived):
     """Another view with its axes in another order, so that the first numbers no rows.
 
@@ -423,7 +436,7 @@ class Transposed(Derived):
         return lax.transpose(of(self.inner), self.order)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Unslotted(Derived):
     """A view without cotangent slots: no gradient is needed."""
 
@@ -433,7 +446,7 @@ class Unslotted(Derived):
         return {(False, leaf, name): table for (_, leaf, name), table in inner}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Stopped(Unslotted):
     """A view behind ``stop_gradient``: no derivative of any kind passes."""
 
@@ -442,27 +455,6 @@ class Stopped(Unslotted):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return lax.stop_gradient(of(self.inner))
-
-
-# --- as pytrees -------------------------------------------------------------------------
-
-
-def _register(kind: type[View], *parts: str) -> None:
-    """Register a view as a pytree of its arrays, so that it may cross ``jax.jit``."""
-    fields = [f.name for f in dataclasses.fields(kind) if f.init and f.name not in parts]
-    jax.tree_util.register_dataclass(kind, parts, fields)
-
-
-_register(TableView, "array", "now")
-_register(Rowwise, "operands")
-_register(Renumbered, "inner", "starts")
-_register(Replaced, "inner", "at", "rows")
-_register(Stacked, "arrays")
-_register(Unpacked, "inner")
-_register(Repeated, "inner")
-_register(Transposed, "inner")
-_register(Unslotted, "inner")
-_register(Stopped, "inner")
 
 
 # --- views from views -------------------------------------------------------------------
