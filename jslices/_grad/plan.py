@@ -31,7 +31,7 @@ from jslices._grad.call import (
 )
 from jslices._grad.memo import kept
 from jslices._grad.products import picks_rows
-from jslices._grad.reads import RowRead, every_row, parts_of, reads_of, tables_read
+from jslices._grad.reads import RowRead, every_row, parts_of, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
@@ -131,11 +131,6 @@ class Planned(NamedTuple):
         return "sparse" if self.looked_up.get(leaf) else "unused"
 
     @property
-    def sparse_leaves(self) -> dict[int, LeafSpec]:
-        """The leaves whose gradients are not dense, by number."""
-        return {i: x for i, x in enumerate(self.leaves) if self.kind(i) != "dense"}
-
-    @property
     def sites(self) -> list[Site]:
         """All reads of rows, with a gradient and without, in the order of the program."""
         return jax.tree.leaves(self.plan)
@@ -204,10 +199,7 @@ class Planned(NamedTuple):
 
 
 def plan_call(call: UserCall, spec: SparseSpec, exchange: ExchangeSpec = None) -> Planned:
-    """Traces a call and decides which of its leaves are sparse.
-
-    ``spec`` is ``sparse=``.
-    """
+    """Traces a call and decides, by ``sparse=``, which of its leaves are sparse."""
     leaves = describe_leaves(call, spec, exchange)
     program, outputs = call.trace()
     eager = not _jax.is_staged()
@@ -344,7 +336,7 @@ class Planner(ViewWalk):
         _note(self.uses.fixed if fixed else self.uses.whole, value, use)
         for view, slotted, few in parts:
             if not (slotted or (few and self._may_be_read(view))):
-                for table, _ in reads_of(view):
+                for table in view.reads.values():
                     self.uses.no_grad.setdefault(table.leaf, use)
             elif (fixed or not slotted) and (view, slotted) not in self._rows_read:
                 self._rows_read[view, slotted] = None
@@ -380,7 +372,7 @@ class Planner(ViewWalk):
     def _plan(
         self, source: Source | None, read: RowRead, by_ids: bool, slotted: bool = True
     ) -> None:
-        for table, has_slot in reads_of(read.view):
+        for (has_slot, *_), table in read.view.reads.items():
             leaf, graded = self._leaves[table.leaf], slotted and has_slot
             aval = leaf.aval
             exchange = leaf.exchange_of(read.count) if graded else None

@@ -131,21 +131,15 @@ class RowRead:
             # anything else that the rows were made from.
             rows = jnp.where(per_row(graded, rows), rows, lax.stop_gradient(rows))
         if mode == Mode.FILL_OR_DROP and (near_counts or not self.is_direct):
-            rows = filled(rows, good, self.fill_value)
+            fill = missing_value(rows.dtype) if self.fill_value is None else self.fill_value
+            # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
+            rows = jnp.where(per_row(good, rows), rows, np.array(fill, rows.dtype))
         return rows
 
 
 def _in_range(ids: jax.Array, height: int) -> jax.Array:
     ids = ids.astype(index_dtype(height, np.dtype(ids.dtype)))
     return (ids >= 0) & (ids < height)
-
-
-def filled(rows: jax.Array, good: jax.Array, fill_value: Any) -> jax.Array:
-    """``rows`` ``[n, *D]`` where ``good`` ``[n]``, and else the fill value, or JAX's."""
-    if fill_value is None:
-        fill_value = missing_value(rows.dtype)
-    # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
-    return jnp.where(per_row(good, rows), rows, np.array(fill_value, rows.dtype))
 
 
 class Reader:
@@ -196,17 +190,9 @@ def is_plain(view: View) -> TypeGuard[TableView]:
     return isinstance(view, TableView) and view.now is None
 
 
-def reads_of(view: View) -> list[tuple[TableView, bool]]:
-    """The tables whose rows a read of ``view`` takes, and whether with a cotangent slot.
-
-    In the order of the reads.
-    """
-    return [(table, slotted) for (slotted, *_), table in view.reads.items()]
-
-
 def tables_read(view: View, slotted: bool = True) -> list[TableView]:
-    """Those with, or those without, cotangent slots."""
-    return [table for table, has_slot in reads_of(view) if has_slot == slotted]
+    """The tables whose rows a read of ``view`` takes with, or without, cotangent slots."""
+    return [table for (has_slot, *_), table in view.reads.items() if has_slot == slotted]
 
 
 def parts_of(value: Any) -> list[tuple[View, bool, bool]]:
