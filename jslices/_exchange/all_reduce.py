@@ -146,10 +146,8 @@ def _gathered(local: IndexedSlices, axes: tuple[str, ...]) -> IndexedSlices:
     # replicated).
     mesh_axes = jax.sharding.get_abstract_mesh().manual_axes
     to = "invarying" if set(axes) <= set(mesh_axes) else "varying"
-    values, indices = (
-        lax.all_gather(x, axes, tiled=True, to=to) for x in (local.values, local.indices)
-    )
-    return IndexedSlices(values, indices, local.dense_shape)
+    entries = lax.all_gather((local.values, local.indices), axes, tiled=True, to=to)
+    return IndexedSlices(*entries, local.dense_shape)
 
 
 def _summed_densely(

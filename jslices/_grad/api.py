@@ -283,10 +283,7 @@ def vjp(
 
 
 def _linearize(call: UserCall, planned: Planned) -> tuple[Any, Callable[[Any], Any], Any]:
-    """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
-
-    ``pullback`` leads from the result's cotangent to the gradients.
-    """
+    """``(result, pullback, aux)`` of the call, with a cotangent slot in every read."""
     for i, leaf in enumerate(planned.leaves):
         hinted.add(("dense", leaf.aval.shape))
         if planned.triggers_warning(i):

@@ -257,10 +257,7 @@ def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
 
 
 class _RowProgram:
-    """A program of whole arrays, applied to n rows of them.
-
-    ``shared`` inputs serve all rows; ``lead`` axes number the rows of the others.
-    """
+    """A program of whole arrays, applied to n rows of them, as of a :class:`_Function`."""
 
     def __init__(self, program: Program, shared: Sequence[bool], lead: int) -> None:
         self.program, self._shared, self._lead = program, shared, lead
@@ -299,10 +296,8 @@ class _RowProgram:
 class _RowWalk(ProgramWalk):
     """A walk with views where a program has rows, and values where it has none.
 
-    Args:
-      rows: the sizes of the axes that number the rows of the views that go in.
-      within: as in :func:`with_own_derivative`. None where there are values: the program
-        was checked. Otherwise each is None.
+    ``rows`` are the sizes of the axes that number the rows of the views that go in. There
+    are values if ``within``, as in :func:`with_own_derivative`, is None; else they are.
     """
 
     def __init__(self, rows: tuple[int, ...], within: frozenset[Any] | None) -> None:
