@@ -146,8 +146,9 @@ def _gathered(local: IndexedSlices, axes: tuple[str, ...]) -> IndexedSlices:
     # replicated).
     mesh_axes = jax.sharding.get_abstract_mesh().manual_axes
     to = "invarying" if set(axes) <= set(mesh_axes) else "varying"
-    entries = lax.all_gather((local.values, local.indices), axes, tiled=True, to=to)
-    return IndexedSlices(*entries, local.dense_shape)
+    entries = local.values, local.indices
+    values, indices = lax.all_gather(entries, axes, tiled=True, to=to)
+    return IndexedSlices(values, indices, local.dense_shape)
 
 
 def _summed_densely(
