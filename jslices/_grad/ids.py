@@ -1,6 +1,7 @@
 """``lookup_ids``: which rows a call is about to read."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -134,11 +135,13 @@ def joined(rows: Rows, others: Rows) -> Rows:
         return rows
     if rows is None:
         return others
-    if rows.facts.placement is not None:
-        shape = others.dense_shape
-        assert shape is not None
-        entries = sent_to_owners(rows.facts.placement, shape[0], others.indices)
-        others = slices_of(*entries, shape, Facts(placement=rows.facts.placement))
+    placement, shape = rows.facts.placement, others.dense_shape
+    if placement is not None and shape is not None:
+        sizes = shape[: others.row_axes]
+        ids = placement.by_device(others.indices, sizes)
+        none, ids = sent_to_owners(placement, math.prod(sizes), ids)
+        ids = placement.in_whole(ids, sizes)
+        others = slices_of(none, ids, shape, Facts(placement=placement))
     return concat_slices([rows, others])
 
 
