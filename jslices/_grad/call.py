@@ -101,14 +101,12 @@ class UserCall:
             parameters = list(inspect.signature(self._fun).parameters.values())
         except (TypeError, ValueError):
             parameters = []
-        positional = [
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        return [
-            positional[i] if i < len(positional) else f"args[{i}]" for i in self._chosen
-        ]
+        positional = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        names = {i: x.name for i, x in enumerate(parameters) if x.kind in positional}
+        return [names.get(i, f"args[{i}]") for i in self._chosen]
 
     @functools.cached_property
     def paths(self) -> list[tuple[Any, ...]]:

@@ -141,12 +141,9 @@ class Planned(NamedTuple):
     @property
     def read_whole(self) -> set[int]:
         """The leaves that are used otherwise than by rows."""
-        used = Scope(self.program).used
-        return self.no_grad.keys() | {
-            i
-            for i, v in zip(range(len(self.leaves)), self.program.invars, strict=False)
-            if v in used and self.kind(i) == "dense"
-        }
+        used, leaves = Scope(self.program).used, self.program.invars[: len(self.leaves)]
+        dense = {i for i, v in enumerate(leaves) if v in used and self.kind(i) == "dense"}
+        return self.no_grad.keys() | dense
 
     @property
     def whole_lines(self) -> dict[int, UserLine]:
