@@ -95,10 +95,7 @@ def rmsprop(
             if centered:
                 new["mu"] = rule.decayed(state["mu"], g, decay)
                 square = square - rule.squared(correct(new["mu"]))
-            if eps_in_sqrt:
-                scale = lax.rsqrt(square + eps)
-            else:
-                scale = 1 / (jnp.sqrt(square) + eps)
+            scale = lax.rsqrt(square + eps) if eps_in_sqrt else 1 / (jnp.sqrt(square) + eps)
             u = rule.scaled(size, scale * g)
             if momentum is not None:
                 small = u
