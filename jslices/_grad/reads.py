@@ -92,19 +92,14 @@ class RowRead:
         """True if it reads rows of a table as it is, and an id in range is good."""
         return is_plain(self.view) and self.good is None
 
-    def output(
-        self, operands: Values, take: Take, plainly: Plainly, near: bool = False
+    def rows(
+        self, operands: Values, take: Take, plainly: Plainly, near_counts: bool = False
     ) -> jax.Array:
-        """The equation's output, from its operands' values.
+        """The rows ``[count, *D]``, from the operands' values.
 
         The gradient follows the mode: a clipped id counts for the edge row, any other bad
-        id for none. With ``near`` it counts, with zeros, for the row that it reads, if any.
+        id for none. If ``near_counts``, it does, with zeros, for the row that it reads.
         """
-        return self.arrange(self._rows(operands, take, plainly, near), operands)
-
-    def _rows(
-        self, operands: Values, take: Take, plainly: Plainly, near_counts: bool
-    ) -> jax.Array:
         view, ids, mode = self.view, wide(self.ids(operands)), self.mode
         height = view.shape[0]
         reader = Reader(lambda table, ids: take(table, ids, "clip", None), plainly)

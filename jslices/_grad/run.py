@@ -247,7 +247,8 @@ class Runner(ViewWalk):
         with boundary.with_auto_axes(mesh):
             if slotted:
                 values = boundary.drop_sharding(values)
-                rows = read.output(values, take, self._plainly, near=self._every)
+                rows = read.rows(values, take, self._plainly, self._every)
+                rows = read.arrange(rows, values)
             elif (rows := self._without_slots(read, values)) is None:
                 return None
         split = boundary.shardings_of(tables[0] if aval is None else aval)
@@ -271,7 +272,7 @@ class Runner(ViewWalk):
         rows, noted = None, jax.tree.map(lambda _: None, plan)
         if self._every or any(table.now for table in read.view.reads.values()):
             plainly = lambda table, ids, *_: self._plainly(table, ids)  # noqa: E731
-            of_rows = functools.partial(read.output, values, plainly, plainly)
+            of_rows = functools.partial(read.rows, values, plainly, plainly)
             rows, noted = self._inside(plan, slots, of_rows)
         self._body.indices.append(noted)
         return rows
