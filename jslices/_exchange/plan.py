@@ -246,8 +246,3 @@ class ExchangePlan:
         if self.way == "gather" or self.falls_back:
             return self.placement.shards * self.ids
         return self.placement.shards * self.capacity
-
-    @property
-    def all_entries(self) -> int:
-        """Entries of the gradient: on each device those of all its repetitions."""
-        return self.entries * self.devices

@@ -42,7 +42,7 @@ class Located(NamedTuple):
 
 def _split(placement: Placement) -> Any:
     """How the located rows are split over devices."""
-    batch, devices = placement.by_batch, jax.P(*placement.batch)
+    batch, devices = jax.P(placement.batch), jax.P(*placement.batch)
     specs: list[Any] = [batch, batch, devices, jax.P()]
     return Located(*specs)
 
@@ -91,7 +91,7 @@ def locate(
     has_grad = jnp.pad(record, beyond, constant_values=height) < height
     ids = placement.by_device(ids, plan.sizes)
     find = functools.partial(_locate, plan)
-    specs = placement.by_rows, placement.by_batch, placement.by_batch
+    specs = placement.by_rows, jax.P(placement.batch), jax.P(placement.batch)
     out = _split(placement), placement.by_rows
     run = on_each_device(placement, find, specs, out, whole_rows=False)
     return run(placement.numbers(), ids, has_grad)  # type: ignore[no-any-return]
@@ -109,18 +109,19 @@ def exchanged_rows(
     their rows. Ids that did not fit read NaN.
     """
     placement, room = plan.placement, plan.placement.shards * plan.capacity
+    batch, columns = placement.batch, placement.columns
     # Each reads its own rows where columns are left to XLA, and has them whole only then.
-    known = jax.P(*(x if x in placement.known else None for x in placement.batch))
-    specs = placement.by_rows, placement.as_table, known
+    known = jax.P(*(x if x in placement.known else None for x in batch))
+    specs = placement.by_rows, jax.P(*placement.by_axis), known
     read = on_each_device(placement, functools.partial(_read, plan), specs, known)
     # Rows ``[*devices, n, *D]``.
-    spec = jax.P(*placement.batch, None, *placement.columns)
+    spec = jax.P(*batch, None, *columns)
 
     def sent(send: Callable[..., jax.Array], requested: jax.Array) -> jax.Array:
         def to_others(rows: jax.Array, places: jax.Array) -> jax.Array:
-            return send(rows.reshape(rows.shape[len(placement.batch) :]), places)
+            return send(rows.reshape(rows.shape[len(batch) :]), places)
 
-        specs, out = (spec, placement.by_batch), jax.P(placement.batch, *placement.columns)
+        specs, out = (spec, jax.P(batch)), jax.P(batch, *columns)
         run = on_each_device(placement, to_others, specs, out, whole_rows=False)
         rows = read(placement.numbers(), table, requested)
         return run(rows, located.places)  # type: ignore[no-any-return]

@@ -101,11 +101,8 @@ class UserCall:
             parameters = list(inspect.signature(self._fun).parameters.values())
         except (TypeError, ValueError):
             parameters = []
-        positional = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        names = {i: x.name for i, x in enumerate(parameters) if x.kind in positional}
+        positional = (x for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD)
+        names = {i: x.name for i, x in enumerate(positional)}
         return [names.get(i, f"args[{i}]") for i in self._chosen]
 
     @functools.cached_property
@@ -244,16 +241,14 @@ class LeafSpec:
     row_axes: int = 1  # how many leading axes number its rows, if it has rows
     caught_up: bool = False  # whether no row of it has missed steps
 
-    @property
-    def has_rows(self) -> bool:
-        return self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
-
     @functools.cached_property
     def may_be_sparse(self) -> bool:
         """Whether there are rows, not unwanted, and integers hold their numbers."""
+        has_rows = self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
+        if not has_rows or self.mode is False:
+            return False
         wide = jax.config.read("jax_enable_x64")
-        wanted = self.has_rows and self.mode is not False
-        return wanted and (wide or not is_below(INT32_MAX, self.table_shape[0]))
+        return wide or not is_below(INT32_MAX, self.table_shape[0])
 
     @functools.cached_property
     def table_shape(self) -> tuple[int, ...]:

@@ -94,10 +94,8 @@ def rows_read(
 ) -> list[Rows]:
     """For each leaf the rows that a call reads, if it is one of these ``leaves``.
 
-    Slices without elements: the rows that a gradient may come into, then others.
-
-    Raises:
-      ValueError: unless they ``may_follow``, for rows that depend on values of the leaf.
+    Slices without elements: the rows that a gradient may come into, then others. Rows that
+    depend on values of the leaf are refused, unless they ``may_follow``.
     """
     operands = [*call.primals, *call.inputs]
     program = numbers_of_reads(planned, operands, every=True)

@@ -84,8 +84,9 @@ class Site:
 
     @property
     def entries(self) -> int:
-        """Entries of the gradient for each execution."""
-        return self.count if self.exchange is None else self.exchange.all_entries
+        """Entries of the gradient for each execution, on all devices."""
+        plan = self.exchange
+        return self.count if plan is None else plan.entries * plan.devices
 
     @property
     def split(self) -> NamedSharding | None:

@@ -161,11 +161,8 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
 
     A decorator for functions at the boundary. Inside, all axes are Auto. Positional
     arguments are pytrees of arrays and other things; keyword arguments pass unchanged.
-
-    Args:
-      types: ``types(*args)`` gives the types of the results, as a prefix of their tree.
-        What has none, as it is like an argument on no mesh, is in a program on all
-        devices, as JAX does it.
+    ``types(*args)`` gives the types of the results, as a prefix of their tree. What has
+    none, as it is like an argument on no mesh, is in a program on all devices, as in JAX.
     """
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:
