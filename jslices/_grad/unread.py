@@ -8,7 +8,6 @@ through steps that move or scale them, or compare them with numbers of the same 
 one array and constants alone, in any way but products (loops, sorts of pairs).
 """
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -129,18 +128,12 @@ def _programs_inside(
             if program is not None and more <= len(operands[first:]):
                 yield program, [*consts, *operands[len(operands) - more :]], False
     else:
+        shapes = lambda variables: list(map(_jax.shape_of, variables))  # noqa: E731
         for program in _jax.programs_among(eqn):
-            if _may_take(program, eqn) or (name == "scan" and program is _jax.body(eqn)):
+            takes = shapes(program.invars) == shapes(eqn.invars[: len(program.invars)])
+            if takes or (name == "scan" and program is _jax.body(eqn)):
                 outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
                 yield program, operands[: len(program.invars)], outputs
-
-
-def _may_take(program: Program, eqn: Equation) -> bool:
-    """True if the first operands of an equation may be the inputs of a program."""
-    if len(program.invars) > len(eqn.invars):
-        return False
-    shapes = map(_jax.shape_of, program.invars), map(_jax.shape_of, eqn.invars)
-    return all(map(operator.eq, *shapes))
 
 
 def _follow_elements(eqn: Equation, operands: Values, origins: Origins) -> Values | None:

@@ -13,6 +13,7 @@ with :class:`View` and :class:`Rowwise`; rules.py makes views, and reads.py read
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
@@ -301,9 +302,8 @@ class Replaced(Derived):
         return jnp.where(here, self._for_each(rows, ids.read), others)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.combine(
-            [of(self.inner), self.rows], RowIds((), jnp.arange(self.shape[0]))
-        )
+        every = RowIds((), jnp.arange(self.shape[0]))
+        return self.combine([of(self.inner), self.rows], every)
 
     def _here(self, numbers: jax.Array) -> jax.Array:
         """True for the numbers of the rows that others replace."""
@@ -327,10 +327,7 @@ class Stacked(View):
     heights: tuple[int, ...]
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
-        return [
-            (array, self._below(ids, above, height))
-            for array, above, height in self._filled()
-        ]
+        return [(array, self._below(ids, *place)) for array, *place in self._filled()]
 
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         row, out = ids.read % sum(self.heights), parts[0]
@@ -350,12 +347,9 @@ class Stacked(View):
 
     def _filled(self) -> list[tuple[Any, int, int]]:
         """The arrays that have rows: each with the number of rows above it, and its own."""
-        filled, above = [], 0
-        for array, height in zip(self.arrays, self.heights, strict=True):
-            if height:
-                filled.append((array, above, height))
-            above += height
-        return filled
+        above = itertools.accumulate(self.heights, initial=0)
+        columns = zip(self.arrays, above, self.heights, strict=False)
+        return [(array, first, height) for array, first, height in columns if height]
 
     def _below(self, ids: RowIds, above: int, height: int) -> RowIds:
         """The row numbers in the array that begins at ``above``, others out of range."""

@@ -40,14 +40,13 @@ from jslices._grad.views import Repeated, Values, View, layer, without_slots
 from jslices._jax import Atom, Equation, Literal, Program, Source
 
 # By name, as JAX exports few of these primitives and renames them.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
-_CHECKPOINTS = ("remat2", "checkpoint", "remat")
+_CALLS = ("jit", "closed_call", "core_call", "call", "eval_jaxpr")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 #: The equations with programs inside, and the method of a walk that goes into them. A walk
 #: without this method treats the equation as a step.
 _INSIDE = {
     **dict.fromkeys(_CALLS, "call"),
-    **dict.fromkeys(_CHECKPOINTS, "checkpoint"),
+    **dict.fromkeys(("remat2", "checkpoint"), "checkpoint"),
     **dict.fromkeys(CUSTOM, "custom"),
     "cond": "cond",
     "scan": "scan",
