@@ -73,8 +73,9 @@ def exchange_reports(planned: Planned, call: UserCall) -> dict[int, ExchangeRepo
 
 def _concrete_ids(planned: Planned, call: UserCall, count: int) -> Sequence[Any]:
     """The ids of every lookup; None where they are described or traced."""
+    unknown = [None] * count
     if call.is_described:
-        return [None] * count
+        return unknown
 
     def on_one_device(site: Site) -> Site:
         return dataclasses.replace(site, exchange=None, sharding=None)
@@ -83,9 +84,10 @@ def _concrete_ids(planned: Planned, call: UserCall, count: int) -> Sequence[Any]
     program = numbers_of_reads(alone, call.primals, every=False)
     every = [True] * count
     if any(_jax.inputs_used(program, every)):  # they depend on values of the leaves
-        return [None] * count
+        return unknown
     ids = _jax.eval_minimal(program, every, call.primals)
-    return [None if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in ids]
+    traced = any(isinstance(x, jax.core.Tracer) for x in ids)
+    return unknown if traced else [np.asarray(x) for x in ids]
 
 
 def _exchange_report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:
