@@ -372,14 +372,9 @@ def _gather_columns(
 
     def arrange(taken: jax.Array, values: Values) -> jax.Array:
         starts = jnp.delete(values[1], column, axis=-1, assume_unique_indices=True)
-        return lax.gather(
-            taken.reshape(*rows, 1, *view.shape[1:]),
-            starts,
-            each,
-            (1,) * first + sizes,
-            mode=mode,
-            fill_value=fill_value,
-        )
+        tables = taken.reshape(*rows, 1, *view.shape[1:])
+        how = {"mode": mode, "fill_value": fill_value}
+        return lax.gather(tables, starts, each, (1,) * first + sizes, **how)
 
     return RowRead(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
 

@@ -474,16 +474,9 @@ def renumbered(
 ) -> View:
     """A view of some rows of another, as :class:`Renumbered`."""
     inner, rows = flat(view), tuple(rows)
-    new = Renumbered(
-        (math.prod(rows), *inner.shape[1:]),
-        view.dtype,
-        inner,
-        heights=view.shape[: view.lead],
-        rows=rows,
-        numbering=tuple(numbering),
-        starts=tuple(starts),
-    )
-    return folded(new, rows)
+    shape, heights = (math.prod(rows), *inner.shape[1:]), view.shape[: view.lead]
+    numbers = heights, rows, tuple(numbering), tuple(starts)
+    return folded(Renumbered(shape, view.dtype, inner, *numbers), rows)
 
 
 def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
