@@ -210,6 +210,21 @@ def test_rows_that_two_axes_number():
     js.testing.assert_no_dense_temporary(evaluate, *args)
 
 
+def test_by_hand_a_table_that_two_axes_number_is_used_whole_as_it_is_now():
+    tx, table = js.adam(0.1, untouched="exact"), np.ones((2, 3, 2), np.float32)
+    squares = lambda table, ids: (table[0, ids] ** 2).sum()  # noqa: E731
+    step, state = js.train_step(squares, tx, jit=False), tx.init(table)
+    for ids in (1, 2):  # then row 1 is behind
+        table, state, _ = step(table, state, ids)
+
+    def of_now(table):
+        now = tx.now(table, state)
+        return squares(now, 1) + jax.lax.stop_gradient(now).sum()
+
+    now = tx.now(table, state)
+    assert_close(js.value_and_grad(of_now)(table)[0], squares(now, 1) + now.sum())
+
+
 def test_stacked_tables():
     params, unstack = stack_tables({"a": PARAMS["a"], "b": PARAMS["b"]})
     of_stack = lambda stacked, ids: loss(unstack(stacked) | {"w": PARAMS["w"]}, ids)  # noqa: E731

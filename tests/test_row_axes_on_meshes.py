@@ -216,6 +216,31 @@ def test_a_step_of_all_rows_on_a_mesh(split, exchange):
     assert_close(step_of_all_rows(exchange)(placed), wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize("split", [P("x"), P(None, "x")], ids=str)
+def test_exact_steps_read_rows_without_a_gradient_as_they_are_now(split):
+    """Rows of all tables of an array, which are sent from device to device."""
+    rows = lambda table, ids: table[jnp.arange(L)[:, None], ids]  # noqa: E731
+    tx, table = js.adam(0.1, untouched="exact"), TABLE[:, :4096]
+    some, one = np.arange(4 * L).reshape(L, 4) % 8, np.full((L, 4), 9)
+    batches = [(some, one), (one, one + 1), (one + 2, some)]  # `some` miss a step
+
+    def loss(table, ids, others):
+        stopped = lax.stop_gradient(rows(table, others))
+        return (rows(table, ids) ** 2).sum() + stopped.sum()
+
+    def last_value(table, exchange=None):
+        step, state = js.train_step(loss, tx, exchange=exchange), tx.init(table)
+        for batch in batches:
+            table, state, value = step(table, state, *batch)
+        return value
+
+    wanted = last_value(jnp.array(table))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(table, NamedSharding(mesh, split))
+        assert_close(last_value(placed, js.Exchange(split)), wanted, rtol=1e-5)
+
+
 def test_a_shard_map_of_ones_own():
     """Every device has some layers, or some rows of all; the gradients are its own."""
     mesh = mesh_of("Auto")

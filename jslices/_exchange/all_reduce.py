@@ -146,9 +146,8 @@ def _gathered(local: IndexedSlices, axes: tuple[str, ...]) -> IndexedSlices:
     # replicated).
     mesh_axes = jax.sharding.get_abstract_mesh().manual_axes
     to = "invarying" if set(axes) <= set(mesh_axes) else "varying"
-    values, indices = (
-        lax.all_gather(x, axes, tiled=True, to=to) for x in (local.values, local.indices)
-    )
+    entries = local.values, local.indices
+    values, indices = lax.all_gather(entries, axes, tiled=True, to=to)
     return IndexedSlices(values, indices, local.dense_shape)
 
 

@@ -102,10 +102,6 @@ def plan_exchange(
 
     ``table`` is the type of the array, and ``name`` what messages call it. Some ids may be
     added so that devices divide them.
-
-    Raises:
-      InvalidArgumentError: for an axis that the mesh does not have, rows that it does not
-        divide, and an ``exchange`` that contradicts the type.
     """
     placement = _placement_of(table, exchange, name, row_axes)
     if placement is None:
@@ -131,24 +127,20 @@ def _placement_of(
 ) -> Placement | None:
     """The placement of a table's rows, as far as its type or ``exchange`` tell."""
     mesh = mesh_of(table)
-    if mesh is not None and mesh.size == 1:
+    if mesh is None and exchange is not None:
+        raise InvalidArgumentError(
+            f"exchange= wants {name} to be split over the devices of a mesh, and it is "
+            "on no mesh: jax.device_put(table, jax.NamedSharding(mesh, "
+            f"jax.P({exchange.axis!r}))), outside of shard_map"
+        )
+    if mesh is None or mesh.size == 1:
         return None
-    if mesh is None:
-        if exchange is not None:
-            raise InvalidArgumentError(
-                f"exchange= wants {name} to be split over the devices of a mesh, and it is "
-                "on no mesh: jax.device_put(table, jax.NamedSharding(mesh, "
-                f"jax.P({exchange.axis!r}))), outside of shard_map"
-            )
-        return None
-    explicit = None
+    split = explicit = None
     if AxisType.Explicit in mesh.axis_types:
-        explicit = split_along(table.sharding.spec, table.ndim)
+        split = explicit = split_along(table.sharding.spec, table.ndim)
     if exchange is not None:
         split = _split_as_said(table, exchange, name, mesh, explicit)
-    elif explicit is not None:
-        split = explicit
-    else:
+    if split is None:
         return None
     columns = split[row_axes:] if explicit is not None or any(split[row_axes:]) else ()
     placement = Placement(mesh, split[:row_axes], columns)
@@ -254,8 +246,3 @@ class ExchangePlan:
         if self.way == "gather" or self.falls_back:
             return self.placement.shards * self.ids
         return self.placement.shards * self.capacity
-
-    @property
-    def all_entries(self) -> int:
-        """Entries of the gradient: on each device those of all its repetitions."""
-        return self.entries * self.devices

@@ -42,7 +42,7 @@ class Located(NamedTuple):
 
 def _split(placement: Placement) -> Any:
     """How the located rows are split over devices."""
-    batch, devices = placement.by_batch, jax.P(*placement.batch)
+    batch, devices = jax.P(placement.batch), jax.P(*placement.batch)
     specs: list[Any] = [batch, batch, devices, jax.P()]
     return Located(*specs)
 
@@ -91,7 +91,7 @@ def locate(
     has_grad = jnp.pad(record, beyond, constant_values=height) < height
     ids = placement.by_device(ids, plan.sizes)
     find = functools.partial(_locate, plan)
-    specs = placement.by_rows, placement.by_batch, placement.by_batch
+    specs = placement.by_rows, jax.P(placement.batch), jax.P(placement.batch)
     out = _split(placement), placement.by_rows
     run = on_each_device(placement, find, specs, out, whole_rows=False)
     return run(placement.numbers(), ids, has_grad)  # type: ignore[no-any-return]
@@ -109,25 +109,32 @@ def exchanged_rows(
     their rows. Ids that did not fit read NaN.
     """
     placement, room = plan.placement, plan.placement.shards * plan.capacity
+    batch, columns = placement.batch, placement.columns
     # Each reads its own rows where columns are left to XLA, and has them whole only then.
-    known = jax.P(*(x if x in placement.known else None for x in placement.batch))
-    specs = placement.by_rows, placement.as_table, known
+    known = jax.P(*(x if x in placement.known else None for x in batch))
+    specs = placement.by_rows, jax.P(*placement.by_axis), known
     read = on_each_device(placement, functools.partial(_read, plan), specs, known)
     # Rows ``[*devices, n, *D]``.
-    spec = jax.P(*placement.batch, None, *placement.columns)
+    spec = jax.P(*batch, None, *columns)
 
     def sent(send: Callable[..., jax.Array], requested: jax.Array) -> jax.Array:
-        specs, out = (spec, placement.by_batch), placement.by_batch_and_columns
-        run = on_each_device(placement, send, specs, out, whole_rows=False)
+        def to_others(rows: jax.Array, places: jax.Array) -> jax.Array:
+            return send(rows.reshape(rows.shape[len(batch) :]), places)
+
+        specs, out = (spec, jax.P(batch)), jax.P(batch, *columns)
+        run = on_each_device(placement, to_others, specs, out, whole_rows=False)
         rows = read(placement.numbers(), table, requested)
         return run(rows, located.places)  # type: ignore[no-any-return]
 
-    return _either_way(
-        plan,
-        located.overflowed,
-        lambda: sent(functools.partial(_swapped_rows, plan), located.requested[..., :room]),
-        lambda: sent(functools.partial(_summed_rows, plan), located.requested),
-    )
+    def swapped() -> jax.Array:
+        send = lambda rows, places: take_rows(_swapped(placement, rows), places)  # noqa: E731
+        return sent(send, located.requested[..., :room])
+
+    def summed() -> jax.Array:
+        send = lambda rows, _: lax.psum_scatter(rows, placement.rows, tiled=True)  # noqa: E731
+        return sent(send, located.requested)
+
+    return _either_way(plan, located.overflowed, swapped, summed)
 
 
 def _forward(
@@ -137,10 +144,10 @@ def _forward(
 
 
 def _backward(plan: ExchangePlan, located: Located, rows: jax.Array) -> Any:
-    placement = plan.placement
+    placement, columns = plan.placement, plan.placement.columns
     back = functools.partial(_send_back, plan)
-    specs = placement.by_rows, placement.by_batch_and_columns, _split(placement)
-    out = placement.by_rows_and_columns
+    specs = placement.by_rows, jax.P(placement.batch, *columns), _split(placement)
+    out = jax.P(placement.rows, *columns)
     send = on_each_device(placement, back, specs, out, whole_rows=False)
     return None, None, send(placement.numbers(), rows, located)
 
@@ -195,22 +202,6 @@ def _read(
     requested = jnp.where(requested < 0, -1 - requested, requested)
     first = number[0].astype(requested.dtype) * plan.shard_rows
     return take_rows(table, requested - first, fill_value=0, row_axes=len(plan.sizes))
-
-
-def _swapped_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """The rows ``[k, *D]`` that this device looks up, sent by the others."""
-    return take_rows(_swapped(plan.placement, _own_rows(plan, rows)), places)
-
-
-def _summed_rows(plan: ExchangePlan, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """The same, of all that devices ask for."""
-    rows = _own_rows(plan, rows)
-    return lax.psum_scatter(rows, plan.placement.rows, tiled=True)
-
-
-def _own_rows(plan: ExchangePlan, rows: jax.Array) -> jax.Array:
-    """``[n, *D]`` of ``[*devices, n, *D]``, on the device itself."""
-    return rows.reshape(rows.shape[len(plan.placement.batch) :])
 
 
 def _send_back(

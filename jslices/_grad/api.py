@@ -119,37 +119,29 @@ def value_and_grad(
     of the lookup itself is reached; here any program is read, and the steps that commute
     with a lookup (a cast, a scaling, any row-wise function) may come in between.
     """  # noqa: E501
-    how = {"holomorphic": holomorphic, "allow_int": allow_int}
-    return _with_grad(fun, argnums, has_aux, sparse=sparse, exchange=exchange, **how)
+    return _with_grad(fun, argnums, has_aux, (holomorphic, allow_int, sparse, exchange))
 
 
 def _with_grad(
     fun: Callable[..., Any],
     argnums: Argnums,
     has_aux: bool,
-    *,
-    holomorphic: bool,
-    allow_int: bool,
-    sparse: SparseSpec,
-    exchange: ExchangeSpec,
+    how: tuple[bool, bool, SparseSpec, ExchangeSpec],
     wants_value: bool = True,
 ) -> Callable[..., tuple[Any, Any]]:
     """``value_and_grad``; unless it ``wants_value`` XLA may leave the value out."""
     check_callable(fun)
-    how = {"holomorphic": holomorphic, "allow_int": allow_int, "sparse": sparse}
-    how |= {"exchange": exchange, "wants_value": wants_value}
     if names_states(argnums):
-        one = functools.partial(_with_grad, **how)  # type: ignore[arg-type]
+        one = functools.partial(_with_grad, how=how, wants_value=wants_value)
         return value_and_grad_of_states(one, fun, argnums, has_aux)
+    holomorphic, allow_int, sparse, exchange = how
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = UserCall(fun, argnums, args, kwargs, has_aux)
         check_inputs(call, holomorphic, allow_int)
         planned = plan_call(call, sparse, exchange)
-        value, aux, grads = differentiated(
-            call, planned, holomorphic, wants_value=wants_value
-        )
+        value, aux, grads = differentiated(call, planned, holomorphic, wants_value)
         return (value, aux) if has_aux else value, grads[0] if call.single else grads
 
     return value_and_grad_fun
@@ -176,8 +168,8 @@ def grad(
       (Array([4, 4], dtype=int32), Array([[2., 2.],
              [0., 0.]], dtype=float32))
     """
-    how = {"holomorphic": holomorphic, "allow_int": allow_int, "wants_value": False}
-    with_value = _with_grad(fun, argnums, has_aux, sparse=sparse, exchange=exchange, **how)
+    how = holomorphic, allow_int, sparse, exchange
+    with_value = _with_grad(fun, argnums, has_aux, how, wants_value=False)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -291,10 +283,7 @@ def vjp(
 
 
 def _linearize(call: UserCall, planned: Planned) -> tuple[Any, Callable[[Any], Any], Any]:
-    """``(result, pullback, aux)``: runs the call with a cotangent slot in every read.
-
-    ``pullback`` leads from the result's cotangent to the gradients.
-    """
+    """``(result, pullback, aux)`` of the call, with a cotangent slot in every read."""
     for i, leaf in enumerate(planned.leaves):
         hinted.add(("dense", leaf.aval.shape))
         if planned.triggers_warning(i):

@@ -3,7 +3,6 @@
 The arrays by which it is differentiated are its *leaves*.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,7 +10,6 @@ import inspect
 import itertools
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +24,7 @@ from jslices._grad.arguments import chosen_arguments, split_aux
 from jslices._grad.nnx import lost_changes
 from jslices._grad.views import TableView, View, folded
 from jslices._jax import Program, broadcast_prefix
-from jslices._place.boundary import explicit_mesh, explicit_part, mesh_of
+from jslices._place.boundary import explicit_mesh, explicit_part
 from jslices._rows.access import INT32_MAX, is_below, rows_numbered
 from jslices._typing import Aval, PyTree
 
@@ -103,14 +101,9 @@ class UserCall:
             parameters = list(inspect.signature(self._fun).parameters.values())
         except (TypeError, ValueError):
             parameters = []
-        positional = [
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        return [
-            positional[i] if i < len(positional) else f"args[{i}]" for i in self._chosen
-        ]
+        positional = (x for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD)
+        names = {i: x.name for i, x in enumerate(positional)}
+        return [names.get(i, f"args[{i}]") for i in self._chosen]
 
     @functools.cached_property
     def paths(self) -> list[tuple[Any, ...]]:
@@ -140,7 +133,7 @@ class UserCall:
             args = list(rest)
             for i, arg in zip(self._chosen, chosen, strict=True):
                 args[i] = arg
-            with _watched_models(self.names, chosen):
+            with lost_changes(self.names, chosen):
                 out, aux = split_aux(self._fun(*args, **kwargs), self._has_aux)
             results, out_tree = jax.tree.flatten(out)
             _check_results(results)
@@ -178,12 +171,6 @@ class Outputs(NamedTuple):
         left = iter(arrays)
         leaves = [next(left) if fixed is None else fixed[0] for fixed in self.aux_fixed]
         return self.aux_tree.unflatten(leaves)
-
-
-def _watched_models(names: Sequence[str], args: Sequence[Any]) -> Any:
-    """A context that warns of changes in Flax models among these arguments."""
-    loaded = "flax.nnx" in sys.modules
-    return lost_changes(names, args) if loaded else contextlib.nullcontext()
 
 
 def _definition(fun: Any) -> Any:
@@ -254,16 +241,14 @@ class LeafSpec:
     row_axes: int = 1  # how many leading axes number its rows, if it has rows
     caught_up: bool = False  # whether no row of it has missed steps
 
-    @property
-    def has_rows(self) -> bool:
-        return self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
-
     @functools.cached_property
     def may_be_sparse(self) -> bool:
         """Whether there are rows, not unwanted, and integers hold their numbers."""
+        has_rows = self.aval.ndim > 0 and jnp.issubdtype(self.aval.dtype, jnp.inexact)
+        if not has_rows or self.mode is False:
+            return False
         wide = jax.config.read("jax_enable_x64")
-        wanted = self.has_rows and self.mode is not False
-        return wanted and (wide or not is_below(INT32_MAX, self.table_shape[0]))
+        return wide or not is_below(INT32_MAX, self.table_shape[0])
 
     @functools.cached_property
     def table_shape(self) -> tuple[int, ...]:
@@ -292,8 +277,6 @@ class LeafSpec:
 
     def exchange_of(self, count: int) -> ExchangePlan | None:
         """The exchange of a read of ``count`` rows; None if XLA decides."""
-        if self.exchange is None and mesh_of(self.aval) is None:
-            return None
         return plan_exchange(self.aval, self.exchange, self.name, count, self.row_axes)
 
     def sharding(self, exchange: ExchangePlan | None) -> NamedSharding | None:
@@ -312,18 +295,15 @@ def describe_leaves(
     call: UserCall, spec: SparseSpec, exchange: ExchangeSpec
 ) -> list[LeafSpec]:
     """A LeafSpec for every differentiated array."""
-    tree = call.tree.unflatten(call.primals)
-    mode_prefix, exchange_prefix = (None if is_function(spec) else spec), exchange
-    if call.single:
-        mode_prefix, exchange_prefix = (mode_prefix,), (exchange,)
+    tree = call.mirror(call.primals)
     of_these = "or a pytree of these that is a prefix of the differentiated argument"
     modes = broadcast_prefix(
-        mode_prefix,
+        None if is_function(spec) else spec,
         tree,
         f"sparse= must be a bool, 'if_smaller', a function of (path, leaf), {of_these}",
     )
     exchanges = broadcast_prefix(
-        _fill_prefix(exchange_prefix, tree),
+        _fill_prefix(exchange, tree),
         tree,
         f"exchange= must be a jslices.Exchange, {of_these}",
     )

@@ -58,15 +58,10 @@ def with_own_derivative(
 ) -> list[View] | None:
     """The outputs of a ``custom_jvp`` or ``custom_vjp`` as views.
 
-    Args:
-      eqn: the call, with at least one view among its operands.
-      operands: for each operand a view, or its value (None while reads are planned).
-      within: the calls whose derivatives are being checked: many derivatives call their own
-        function. None if this call was checked with one of them.
-
-    Returns:
-      One view per output; None if the function or its derivative mixes rows, or if the
-      derivative is not linear: its value at a sum of rows is then not the sum of values.
+    None if the function or its derivative mixes rows, or if the derivative is not linear:
+    its value at a sum of rows is then not the sum of values. ``within`` are the calls whose
+    derivatives are being checked, as many call their own function; None if this call was
+    checked with one of them.
     """
     views = [x for x in operands if isinstance(x, View)]
     lead = views[0].lead
@@ -117,8 +112,7 @@ class _Function:
 
     def output(self, number: int, values: Values, count: int) -> jax.Array:
         """One output ``[n, *D]`` of n rows."""
-        outputs: Sequence[jax.Array] = self.make(count)(*values)
-        return outputs[number]
+        return self.make(count)(*values)[number]
 
     def forward(self, number: int, values: Values, count: int) -> jax.Array:
         """The same as the derivative computes it."""
@@ -263,10 +257,7 @@ def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
 
 
 class _RowProgram:
-    """A program of whole arrays, applied to n rows of them.
-
-    ``shared`` inputs serve all rows; ``lead`` axes number the rows of the others.
-    """
+    """A program of whole arrays, applied to n rows of them, as of a :class:`_Function`."""
 
     def __init__(self, program: Program, shared: Sequence[bool], lead: int) -> None:
         self.program, self._shared, self._lead = program, shared, lead
@@ -302,13 +293,11 @@ class _RowProgram:
         return _RowWalk(rows, within).program(self.program, inputs)
 
 
-class _RowWalk(ProgramWalk[Any]):
+class _RowWalk(ProgramWalk):
     """A walk with views where a program has rows, and values where it has none.
 
-    Args:
-      rows: the sizes of the axes that number the rows of the views that go in.
-      within: as in :func:`with_own_derivative`. None where there are values: the program
-        was checked. Otherwise each is None.
+    ``rows`` are the sizes of the axes that number the rows of the views that go in. There
+    are values if ``within``, as in :func:`with_own_derivative`, is None; else they are.
     """
 
     def __init__(self, rows: tuple[int, ...], within: frozenset[Any] | None) -> None:
@@ -389,16 +378,14 @@ class _Dependence(enum.Enum):
     LINEAR = enum.auto()
 
 
-class _Linearity(ProgramWalk[_Dependence]):
+class _Linearity(ProgramWalk):
     """Raises _NotLinearError unless all dependence on the cotangents is linear."""
 
     def constant(self, value: Any) -> _Dependence:
         is_zero = not isinstance(value, jax.Array) and not np.any(value)
         return _Dependence.ZERO if is_zero else _Dependence.NONE
 
-    def equation(
-        self, eqn: Equation, operands: Sequence[_Dependence], scope: Scope
-    ) -> Sequence[_Dependence]:
+    def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if _Dependence.LINEAR in operands:
             if not all(map(carries_gradient, eqn.outvars)):  # a cast to integers
                 raise _NotLinearError
@@ -406,9 +393,7 @@ class _Linearity(ProgramWalk[_Dependence]):
         alike = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
         return [operands[0] if alike else _Dependence.NONE] * len(eqn.outvars)
 
-    def step(
-        self, eqn: Equation, operands: Sequence[_Dependence], scope: Scope
-    ) -> Sequence[_Dependence]:
+    def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         if not _is_linear(eqn, operands):
             raise _NotLinearError
         return [_Dependence.LINEAR] * len(eqn.outvars)

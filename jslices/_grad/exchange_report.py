@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jslices import _jax
 from jslices._densify import human_bytes
 from jslices._exchange.plan import Way
 from jslices._grad.call import UserCall
-from jslices._grad.ids import eval_ids
+from jslices._grad.ids import numbers_of_reads
 from jslices._grad.plan import Planned, Site
 from jslices._place.boundary import split_along
 from jslices._place.hints import hint_once
@@ -72,17 +73,21 @@ def exchange_reports(planned: Planned, call: UserCall) -> dict[int, ExchangeRepo
 
 def _concrete_ids(planned: Planned, call: UserCall, count: int) -> Sequence[Any]:
     """The ids of every lookup; None where they are described or traced."""
+    unknown = [None] * count
     if call.is_described:
-        return [None] * count
+        return unknown
 
     def on_one_device(site: Site) -> Site:
         return dataclasses.replace(site, exchange=None, sharding=None)
 
     alone = planned._replace(plan=jax.tree.map(on_one_device, planned.plan), eager=False)
-    ids, needed = eval_ids(alone, call.primals)
-    if needed or any(isinstance(x, jax.core.Tracer) for x in ids):
-        return [None] * count
-    return [np.asarray(x) for x in ids]
+    program = numbers_of_reads(alone, call.primals, every=False)
+    every = [True] * count
+    if any(_jax.inputs_used(program, every)):  # they depend on values of the leaves
+        return unknown
+    ids = _jax.eval_minimal(program, every, call.primals)
+    traced = any(isinstance(x, jax.core.Tracer) for x in ids)
+    return unknown if traced else [np.asarray(x) for x in ids]
 
 
 def _exchange_report(lookups: Sequence[tuple[Site, Any]]) -> ExchangeReport:

@@ -296,13 +296,13 @@ def _leaf_report(leaf: LeafSpec, planned: Planned, number: int) -> LeafReport:
         sparse_bytes=planned.bytes_of_rows(number),
         dense_bytes=dense_bytes,
         step_bytes=0 if kind == "unused" else 2 * _ADAM_ARRAYS * moved,
-        dense_line=None if use is None else _line_of(use),
+        dense_line=None if use is None else _jax.user_line(use.source),
         dense_use=None if use is None else use.what,
         suggestion=None if use is None else instead_of(use),
         unread=_lines(planned.unread.get(number, [])),
         row_axes=leaf.row_axes,
         reads=_by_line(quiet),
-        whole_line=None if whole is None else _line_of(whole),
+        whole_line=None if whole is None else _jax.user_line(whole.source),
     )
 
 
@@ -318,10 +318,6 @@ def _lines(sources: Sequence[Source]) -> tuple[UserLine, ...]:
     return tuple(dict.fromkeys(map(_jax.user_line, sources)))
 
 
-def _line_of(use: DenseUse) -> UserLine:
-    return UNKNOWN_LINE if use.source is None else _jax.user_line(use.source)
-
-
 # --- the warning and the error ----------------------------------------------------------
 
 
@@ -333,7 +329,7 @@ def report_dense(planned: Planned, number: int) -> None:
             f"sparse= asks for a sparse gradient of {leaf}, but only a floating array with "
             "at least one axis has rows, 2**31 or more by jax_enable_x64; leave it out"
         )
-    line = _line_of(use)
+    line = _jax.user_line(use.source)
     if leaf.mode is True:
         message = (
             f"sparse= asks for a sparse gradient of {leaf}, but it is used whole "

@@ -1,6 +1,7 @@
 """``lookup_ids``: which rows a call is about to read."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -93,13 +94,11 @@ def rows_read(
 ) -> list[Rows]:
     """For each leaf the rows that a call reads, if it is one of these ``leaves``.
 
-    Slices without elements: the rows that a gradient may come into, then others.
-
-    Raises:
-      ValueError: unless they ``may_follow``, for rows that depend on values of the leaf.
+    Slices without elements: the rows that a gradient may come into, then others. Rows that
+    depend on values of the leaf are refused, unless they ``may_follow``.
     """
     operands = [*call.primals, *call.inputs]
-    program = _numbers_of_reads(planned, operands, every=True)
+    program = numbers_of_reads(planned, operands, every=True)
     sites = planned.sites
     wanted = [site.leaf in leaves for site in sites]
     for i in () if may_follow else sorted(leaves):
@@ -134,26 +133,17 @@ def joined(rows: Rows, others: Rows) -> Rows:
         return rows
     if rows is None:
         return others
-    if rows.facts.placement is not None:
-        shape = others.dense_shape
-        assert shape is not None
-        entries = sent_to_owners(rows.facts.placement, shape[0], others.indices)
-        others = slices_of(*entries, shape, Facts(placement=rows.facts.placement))
+    placement, shape = rows.facts.placement, others.dense_shape
+    if placement is not None and shape is not None:
+        sizes = shape[: others.row_axes]
+        ids = placement.by_device(others.indices, sizes)
+        none, ids = sent_to_owners(placement, math.prod(sizes), ids)
+        ids = placement.in_whole(ids, sizes)
+        others = slices_of(none, ids, shape, Facts(placement=placement))
     return concat_slices([rows, others])
 
 
-def eval_ids(planned: Planned, primals: Sequence[Any]) -> tuple[list[jax.Array], bool]:
-    """The row numbers of every gradient, and whether ``primals`` determine them.
-
-    Nothing else of the call is run; other primals may be described.
-    """
-    program = _numbers_of_reads(planned, primals, every=False)
-    every = [True] * len(program.jaxpr.outvars)
-    used = _jax.inputs_used(program, every)
-    return _jax.eval_minimal(program, every, primals), any(used)
-
-
-def _numbers_of_reads(planned: Planned, primals: Sequence[Any], every: bool) -> Any:
+def numbers_of_reads(planned: Planned, primals: Sequence[Any], every: bool) -> Any:
     """The program from leaves to the row numbers of reads, as of :func:`run_planned`."""
 
     def row_numbers(*primals: Any) -> list[Any]:

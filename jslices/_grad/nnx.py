@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,17 +19,10 @@ def value_and_grad_of_states(
     argnums: Any,
     has_aux: bool,
 ) -> Callable[..., tuple[Any, Any]]:
-    """``nnx.value_and_grad``: by the states that ``argnums`` name.
+    """``nnx.value_and_grad`` of a function of models, by the states that ``argnums`` name.
 
-    Args:
-      differentiate: ``value_and_grad`` of a function, ``argnums`` and ``has_aux``.
-      fun: a function of models.
-      argnums: a ``nnx.DiffState``, or a sequence of these and numbers.
-      has_aux: whether ``fun`` returns ``(result, aux)``.
-
-    Returns:
-      A function like ``fun``, whose gradients are ``nnx.State``. Changes that ``fun`` makes
-      to the rest of the models remain.
+    ``differentiate`` is ``value_and_grad`` of a function, ``argnums`` and ``has_aux``. What
+    ``fun`` changes in the rest of the models remains changed.
     """
     from flax import nnx
 
@@ -73,6 +67,8 @@ def _arrays_of_models(names: Sequence[str], args: Sequence[PyTree]) -> dict[str,
 
     Without parameters, which ``nnx.remat`` returns unchanged in new arrays.
     """
+    if "flax.nnx" not in sys.modules:
+        return {}
     from flax import nnx
 
     is_parameter = lambda x: isinstance(x, nnx.Param)  # noqa: E731

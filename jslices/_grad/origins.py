@@ -100,7 +100,7 @@ class Origins:
             name = eqn.primitive.name
             if name == "eq":
                 made = self._compared(eqn)
-            elif name in ("jit", "pjit"):
+            elif name == "jit":
                 made = self._called(eqn, one_hots)
             else:
                 made = _from_one_hots(eqn, one_hots)

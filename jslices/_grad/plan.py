@@ -31,7 +31,7 @@ from jslices._grad.call import (
 )
 from jslices._grad.memo import kept
 from jslices._grad.products import picks_rows
-from jslices._grad.reads import RowRead, every_row, parts_of, reads_of, tables_read
+from jslices._grad.reads import RowRead, every_row, parts_of, tables_read
 from jslices._grad.unread import unread_lookups
 from jslices._grad.views import Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
@@ -84,8 +84,9 @@ class Site:
 
     @property
     def entries(self) -> int:
-        """Entries of the gradient for each execution."""
-        return self.count if self.exchange is None else self.exchange.all_entries
+        """Entries of the gradient for each execution, on all devices."""
+        plan = self.exchange
+        return self.count if plan is None else plan.entries * plan.devices
 
     @property
     def split(self) -> NamedSharding | None:
@@ -131,11 +132,6 @@ class Planned(NamedTuple):
         return "sparse" if self.looked_up.get(leaf) else "unused"
 
     @property
-    def sparse_leaves(self) -> dict[int, LeafSpec]:
-        """The leaves whose gradients are not dense, by number."""
-        return {i: x for i, x in enumerate(self.leaves) if self.kind(i) != "dense"}
-
-    @property
     def sites(self) -> list[Site]:
         """All reads of rows, with a gradient and without, in the order of the program."""
         return jax.tree.leaves(self.plan)
@@ -146,12 +142,9 @@ class Planned(NamedTuple):
     @property
     def read_whole(self) -> set[int]:
         """The leaves that are used otherwise than by rows."""
-        used = Scope(self.program).used
-        return self.no_grad.keys() | {
-            i
-            for i, v in zip(range(len(self.leaves)), self.program.invars, strict=False)
-            if v in used and self.kind(i) == "dense"
-        }
+        used, leaves = Scope(self.program).used, self.program.invars[: len(self.leaves)]
+        dense = {i for i, v in enumerate(leaves) if v in used and self.kind(i) == "dense"}
+        return self.no_grad.keys() | dense
 
     @property
     def whole_lines(self) -> dict[int, UserLine]:
@@ -204,10 +197,7 @@ class Planned(NamedTuple):
 
 
 def plan_call(call: UserCall, spec: SparseSpec, exchange: ExchangeSpec = None) -> Planned:
-    """Traces a call and decides which of its leaves are sparse.
-
-    ``spec`` is ``sparse=``.
-    """
+    """Traces a call and decides, by ``sparse=``, which of its leaves are sparse."""
     leaves = describe_leaves(call, spec, exchange)
     program, outputs = call.trace()
     eager = not _jax.is_staged()
@@ -344,7 +334,7 @@ class Planner(ViewWalk):
         _note(self.uses.fixed if fixed else self.uses.whole, value, use)
         for view, slotted, few in parts:
             if not (slotted or (few and self._may_be_read(view))):
-                for table, _ in reads_of(view):
+                for table in view.reads.values():
                     self.uses.no_grad.setdefault(table.leaf, use)
             elif (fixed or not slotted) and (view, slotted) not in self._rows_read:
                 self._rows_read[view, slotted] = None
@@ -362,7 +352,8 @@ class Planner(ViewWalk):
 
     def read(self, eqn: Equation, read: RowRead, values: Values) -> None:
         use = DenseUse(_jax.kind(eqn), self.source(eqn))
-        leaves = read.leaves if use.what.endswith("dot_general") else []
+        is_product = use.what.endswith("dot_general")
+        leaves = [table.leaf for table in tables_read(read.view) if is_product]
         many = [x for x in leaves if self._multiplies_many(self._leaves[x], read.count)]
         self.uses.whole.update((x, use) for x in many if x not in self.uses.whole)
         if not many:
@@ -379,7 +370,7 @@ class Planner(ViewWalk):
     def _plan(
         self, source: Source | None, read: RowRead, by_ids: bool, slotted: bool = True
     ) -> None:
-        for table, has_slot in reads_of(read.view):
+        for (has_slot, *_), table in read.view.reads.items():
             leaf, graded = self._leaves[table.leaf], slotted and has_slot
             aval = leaf.aval
             exchange = leaf.exchange_of(read.count) if graded else None
@@ -406,8 +397,7 @@ class Planner(ViewWalk):
         self.plan.append(part.plan)
         self.uses.add(part.uses)
         # Each gets a view of its own, as if a jitted function had returned it.
-        outputs: Values = jax.tree.map(lambda x: x, part.outputs)
-        return outputs
+        return jax.tree.map(lambda x: x, part.outputs)
 
     def loop(
         self, eqn: Equation, turn: Turn, carry: Values, xs: Values
@@ -447,10 +437,8 @@ class Planner(ViewWalk):
         self.plan, self._rows_read = outer, self._rows_read.parents
 
 
-def _note(
-    uses: dict[int, DenseUse], view: View, use: DenseUse, slotted: bool = True
-) -> None:
-    for table in tables_read(view, slotted):
+def _note(uses: dict[int, DenseUse], view: View, use: DenseUse) -> None:
+    for table in tables_read(view):
         uses.setdefault(table.leaf, use)
 
 

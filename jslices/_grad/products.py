@@ -108,17 +108,9 @@ def _one_hot_product(eqn: Equation, operands: Values, origins: Origins) -> RowRe
             return rows
         return jnp.moveaxis(rows, range(len(first), len(outer)), range(-len(rest), 0))
 
-    return RowRead(
-        flat(factor.view),
-        math.prod((*outer, *factor.alike)),
-        Mode.FILL_OR_DROP,
-        0,
-        made.numbers.aval,
-        ids,
-        arrange,
-        operand=side,
-        beside=made.numbers,
-    )
+    numbers, count = made.numbers, math.prod((*outer, *factor.alike))
+    how = Mode.FILL_OR_DROP, 0, numbers.aval, ids, arrange
+    return RowRead(flat(factor.view), count, *how, operand=side, beside=numbers)
 
 
 @form_for("bcoo_dot_general", "bcsr_dot_general")

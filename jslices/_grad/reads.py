@@ -82,11 +82,6 @@ class RowRead:
     beside: Atom | None = None  # a variable whose value comes after the operands'
 
     @property
-    def leaves(self) -> list[int]:
-        """The leaves whose rows are read with cotangent slots, in order."""
-        return [table.leaf for table in tables_read(self.view)]
-
-    @property
     def packed(self) -> int:
         """How many rows of the view a row of its tables holds, at most."""
         steps = (step for _, _, name in self.view.reads for step in name)
@@ -97,19 +92,14 @@ class RowRead:
         """True if it reads rows of a table as it is, and an id in range is good."""
         return is_plain(self.view) and self.good is None
 
-    def output(
-        self, operands: Values, take: Take, plainly: Plainly, near: bool = False
+    def rows(
+        self, operands: Values, take: Take, plainly: Plainly, near_counts: bool = False
     ) -> jax.Array:
-        """The equation's output, from its operands' values.
+        """The rows ``[count, *D]``, from the operands' values.
 
         The gradient follows the mode: a clipped id counts for the edge row, any other bad
-        id for none. With ``near`` it counts, with zeros, for the row that it reads, if any.
+        id for none. If ``near_counts``, it does, with zeros, for the row that it reads.
         """
-        return self.arrange(self._rows(operands, take, plainly, near), operands)
-
-    def _rows(
-        self, operands: Values, take: Take, plainly: Plainly, near_counts: bool
-    ) -> jax.Array:
         view, ids, mode = self.view, wide(self.ids(operands)), self.mode
         height = view.shape[0]
         reader = Reader(lambda table, ids: take(table, ids, "clip", None), plainly)
@@ -136,21 +126,15 @@ class RowRead:
             # anything else that the rows were made from.
             rows = jnp.where(per_row(graded, rows), rows, lax.stop_gradient(rows))
         if mode == Mode.FILL_OR_DROP and (near_counts or not self.is_direct):
-            rows = filled(rows, good, self.fill_value)
+            fill = missing_value(rows.dtype) if self.fill_value is None else self.fill_value
+            # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
+            rows = jnp.where(per_row(good, rows), rows, np.array(fill, rows.dtype))
         return rows
 
 
 def _in_range(ids: jax.Array, height: int) -> jax.Array:
     ids = ids.astype(index_dtype(height, np.dtype(ids.dtype)))
     return (ids >= 0) & (ids < height)
-
-
-def filled(rows: jax.Array, good: jax.Array, fill_value: Any) -> jax.Array:
-    """``rows`` ``[n, *D]`` where ``good`` ``[n]``, and else the fill value, or JAX's."""
-    if fill_value is None:
-        fill_value = missing_value(rows.dtype)
-    # NumPy's, because jax_debug_nans would refuse a NaN made by JAX.
-    return jnp.where(per_row(good, rows), rows, np.array(fill_value, rows.dtype))
 
 
 class Reader:
@@ -201,17 +185,9 @@ def is_plain(view: View) -> TypeGuard[TableView]:
     return isinstance(view, TableView) and view.now is None
 
 
-def reads_of(view: View) -> list[tuple[TableView, bool]]:
-    """The tables whose rows a read of ``view`` takes, and whether with a cotangent slot.
-
-    In the order of the reads.
-    """
-    return [(table, slotted) for (slotted, *_), table in view.reads.items()]
-
-
 def tables_read(view: View, slotted: bool = True) -> list[TableView]:
-    """Those with, or those without, cotangent slots."""
-    return [table for table, has_slot in reads_of(view) if has_slot == slotted]
+    """The tables whose rows a read of ``view`` takes with, or without, cotangent slots."""
+    return [table for (has_slot, *_), table in view.reads.items() if has_slot == slotted]
 
 
 def parts_of(value: Any) -> list[tuple[View, bool, bool]]:
@@ -306,9 +282,7 @@ def _slice_form(eqn: Equation, operands: Values, origins: Origins) -> RowRead | 
     view = operands[0]
     if isinstance(view, Transposed):
         return _slice_transposed(eqn, view)
-    if not isinstance(view, View):
-        return None
-    return _slice_rows(eqn, view)
+    return _slice_rows(eqn, view) if isinstance(view, View) else None
 
 
 def _gather_rows(eqn: Equation, view: View, origins: Origins) -> RowRead | None:
@@ -398,14 +372,9 @@ def _gather_columns(
 
     def arrange(taken: jax.Array, values: Values) -> jax.Array:
         starts = jnp.delete(values[1], column, axis=-1, assume_unique_indices=True)
-        return lax.gather(
-            taken.reshape(*rows, 1, *view.shape[1:]),
-            starts,
-            each,
-            (1,) * first + sizes,
-            mode=mode,
-            fill_value=fill_value,
-        )
+        tables = taken.reshape(*rows, 1, *view.shape[1:])
+        how = {"mode": mode, "fill_value": fill_value}
+        return lax.gather(tables, starts, each, (1,) * first + sizes, **how)
 
     return RowRead(view, math.prod(rows), mode, fill_value, aval, ids, arrange)
 

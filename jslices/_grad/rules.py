@@ -232,12 +232,8 @@ def _registered(
     shapes = [_jax.shape_of(atom) for atom in eqn.invars]
     height, rank = max((shapes[i][0], len(shapes[i])) for i in views)
     by_row = {i for i, axis in enumerate(axes) if axis == 0 and shapes[i][:1] == (height,)}
-    broadcast = {
-        i
-        for i, shape in enumerate(shapes)
-        if not shape or (shape[0] == 1 and len(shape) == rank)
-    }
-    if not all(i in by_row | broadcast or axes[i] is None for i in range(count)):
+    single = [not x or (x[0] == 1 and len(x) == rank) for x in shapes]
+    if not all(i in by_row or single[i] or axes[i] is None for i in range(count)):
         return None
     if not views <= by_row:
         return NeedsWhole(list(views - by_row))

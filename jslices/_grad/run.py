@@ -30,7 +30,7 @@ from jslices._exchange.rows import rows_from_elsewhere
 from jslices._grad.call import LeafSpec
 from jslices._grad.memo import weak_equation
 from jslices._grad.plan import Planned, Site, SiteTree, output_needs_grad, plan_part
-from jslices._grad.reads import RowRead, every_row, parts_of, reads_of
+from jslices._grad.reads import RowRead, every_row, parts_of
 from jslices._grad.views import RowIds, TableView, Unslotted, Values, View
 from jslices._grad.walk import Scope, Turn, ViewWalk
 from jslices._jax import Equation
@@ -60,7 +60,7 @@ def run_planned(
     They are those of gradients, and None for what gets none; or, of ``every`` read, those
     of the rows that are read: a row that an id out of range reads, too.
     """
-    leaves = planned.sparse_leaves
+    leaves = {i: x for i, x in enumerate(planned.leaves) if planned.kind(i) != "dense"}
     operands = [leaves[i].view(i, x) if i in leaves else x for i, x in enumerate(primals)]
     runner = Runner(planned.plan, slots, leaves, planned.eager, every)
     needs_grad = output_needs_grad(planned.program, planned.outputs.num_results)
@@ -101,8 +101,7 @@ def slots_for(plan: SiteTree, every: bool = False) -> SlotTree:
         zeros = jnp.zeros(shape, site.dtype, out_sharding=site.split)
         return _jax.as_varying(zeros, site.varying)
 
-    slots: SlotTree = jax.tree.map(slot, plan)
-    return slots
+    return jax.tree.map(slot, plan)
 
 
 def gradients_of(
@@ -243,12 +242,13 @@ class Runner(ViewWalk):
             self._body.indices.append(boundary.restore_sharding(record, split))
             return rows
 
-        tables = [self._leaves[table.leaf].aval for table, _ in reads_of(read.view)]
+        tables = [self._leaves[x.leaf].aval for x in read.view.reads.values()]
         mesh = boundary.explicit_mesh([aval, *tables])
         with boundary.with_auto_axes(mesh):
             if slotted:
                 values = boundary.drop_sharding(values)
-                rows = read.output(values, take, self._plainly, near=self._every)
+                rows = read.rows(values, take, self._plainly, self._every)
+                rows = read.arrange(rows, values)
             elif (rows := self._without_slots(read, values)) is None:
                 return None
         split = boundary.shardings_of(tables[0] if aval is None else aval)
@@ -270,21 +270,27 @@ class Runner(ViewWalk):
         """Fixed rows; None if they are those of arrays and nobody asks which."""
         plan, slots = next(self._body.entries)
         rows, noted = None, jax.tree.map(lambda _: None, plan)
-        if self._every or any(table.now for table, _ in reads_of(read.view)):
+        if self._every or any(table.now for table in read.view.reads.values()):
             plainly = lambda table, ids, *_: self._plainly(table, ids)  # noqa: E731
-            of_rows = functools.partial(read.output, values, plainly, plainly)
+            of_rows = functools.partial(read.rows, values, plainly, plainly)
             rows, noted = self._inside(plan, slots, of_rows)
         self._body.indices.append(noted)
         return rows
 
     def part(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         part = plan_part(eqn, operands, needs_grad, self._leaves)
-        run = part.runs.get(self._every)
-        if run is None:
-            how = part.plan, eqn, needs_grad, self._leaves, self._every
-            run = part.runs[self._every] = _compiled(*how)
+        leaves, every = self._leaves, self._every
+        if every not in part.runs:
+            plan, equation = part.plan, weak_equation(eqn)
+
+            def of_part(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
+                runner = Runner(plan, slots, leaves, every=every)
+                return runner.inside(equation(), operands, needs_grad), runner.indices
+
+            of_part.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
+            part.runs[every] = jax.jit(of_part)
         _, slots = next(self._body.entries)
-        outputs, indices = run(operands, slots)
+        outputs, indices = part.runs[every](operands, slots)
         self._body.indices.append(indices)
         return outputs
 
@@ -307,7 +313,13 @@ class Runner(ViewWalk):
         plans, slots = next(self._body.entries)
 
         def nowhere(site: Site, slot: Any) -> jax.Array | None:
-            return _out_of_range_ids(site, slot) if site.graded or self._every else None
+            """Row numbers out of range, for a read in a branch that is not taken."""
+            if slot is None:
+                return None
+            rows = slot.shape[: slot.ndim - len(site.table_shape) + 1]
+            indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
+            indices = boundary.restore_sharding(indices, boundary.shardings_of(slot))
+            return _jax.as_varying(indices, site.varying)
 
         def make(taken: int, branch: Callable[[], Any]) -> Callable[[SlotTree], Any]:
             def taken_branch(slots: SlotTree) -> tuple[Any, IndexTree]:
@@ -350,32 +362,3 @@ class Runner(ViewWalk):
             return run(*args), inner.indices
         finally:
             self._body = outer
-
-
-def _out_of_range_ids(site: Site, slot: jax.Array) -> jax.Array:
-    """Row numbers out of range, for a read in a branch that is not taken."""
-    rows = slot.shape[: slot.ndim - len(site.table_shape) + 1]
-    indices = jnp.full(rows, site.table_shape[0], site.index_dtype)
-    indices = boundary.restore_sharding(indices, boundary.shardings_of(slot))
-    return _jax.as_varying(indices, site.varying)
-
-
-# --- without jax.jit --------------------------------------------------------------------
-
-
-def _compiled(
-    plan: SiteTree,
-    eqn: Equation,
-    needs_grad: list[bool],
-    leaves: dict[int, LeafSpec],
-    every: bool,
-) -> Callable[[Values, SlotTree], tuple[Values, IndexTree]]:
-    """The jitted function from operands and slots of a part to outputs and row numbers."""
-    equation = weak_equation(eqn)
-
-    def part_of_program(operands: Values, slots: SlotTree) -> tuple[Values, IndexTree]:
-        runner = Runner(plan, slots, leaves, every=every)
-        return runner.inside(equation(), operands, needs_grad), runner.indices
-
-    part_of_program.__name__ = eqn.params.get("name", eqn.primitive.name)  # in profiles
-    return jax.jit(part_of_program)

@@ -8,7 +8,6 @@ through steps that move or scale them, or compare them with numbers of the same 
 one array and constants alone, in any way but products (loops, sorts of pairs).
 """
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from jslices import _jax
 from jslices._grad.origins import Origins
 from jslices._grad.products import picks_rows
 from jslices._grad.rules import is_elementwise
+from jslices._grad.views import Values
 from jslices._grad.walk import CUSTOM, ProgramWalk, Scope
 from jslices._jax import Equation, Program, Source
 from jslices._rows.access import is_below
@@ -56,7 +56,7 @@ def unread_lookups(
     return search.lookups
 
 
-class _UnreadSearch(ProgramWalk[Provenance]):
+class _UnreadSearch(ProgramWalk):
     """Follows the elements of leaves."""
 
     def __init__(self, leaves: Sequence[int]) -> None:
@@ -66,18 +66,14 @@ class _UnreadSearch(ProgramWalk[Provenance]):
     def constant(self, value: Any) -> Provenance:
         return _UNRELATED
 
-    def equation(
-        self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
-    ) -> Sequence[Provenance]:
+    def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         unfollowed = Provenance(depends_on=_depends_on(eqn, operands, scope.origins))
         if not any(x.looked_up for x in operands) or not scope.passes_gradient(eqn):
             return [unfollowed] * len(eqn.outvars)
         outputs = super().equation(eqn, operands, scope)
         return [unfollowed if x is _UNRELATED else x for x in outputs]
 
-    def step(
-        self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
-    ) -> Sequence[Provenance]:
+    def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         name, origins = eqn.primitive.name, scope.origins
         if name == "get" and all(map(origins.is_fixed, eqn.invars[1:])):
             return [operands[0]]  # of a mutable array, which may be all of it
@@ -91,15 +87,13 @@ class _UnreadSearch(ProgramWalk[Provenance]):
         followed = _follow_elements(eqn, operands, origins)
         return followed or self._inside(eqn, operands, scope)
 
-    def _note(self, eqn: Equation, operands: Sequence[Provenance]) -> None:
+    def _note(self, eqn: Equation, operands: Values) -> None:
         for leaf in frozenset().union(*(x.looked_up for x in operands)):
             self.lookups[leaf].append(self.source(eqn))
 
-    def _inside(
-        self, eqn: Equation, operands: Sequence[Provenance], scope: Scope
-    ) -> Sequence[Provenance]:
+    def _inside(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         """The outputs of a loop, a branch or a solver."""
-        outputs: Sequence[Provenance] = [_UNRELATED] * len(eqn.outvars)
+        outputs: Values = [_UNRELATED] * len(eqn.outvars)
         if _jax.kind(eqn) in CUSTOM and _jax.is_call_of_ours(eqn):
             return outputs  # a scatter
         for program, inputs, same_outputs in _programs_inside(eqn, operands):
@@ -111,8 +105,8 @@ class _UnreadSearch(ProgramWalk[Provenance]):
 
 
 def _programs_inside(
-    eqn: Equation, operands: Sequence[Provenance]
-) -> Iterator[tuple[Program, Sequence[Provenance], bool]]:
+    eqn: Equation, operands: Values
+) -> Iterator[tuple[Program, Values, bool]]:
     """The sub-programs of any equation whose inputs are known, with the inputs of each.
 
     And True if its outputs are those of the equation.
@@ -134,23 +128,15 @@ def _programs_inside(
             if program is not None and more <= len(operands[first:]):
                 yield program, [*consts, *operands[len(operands) - more :]], False
     else:
+        shapes = lambda variables: list(map(_jax.shape_of, variables))  # noqa: E731
         for program in _jax.programs_among(eqn):
-            if _may_take(program, eqn) or (name == "scan" and program is _jax.body(eqn)):
+            takes = shapes(program.invars) == shapes(eqn.invars[: len(program.invars)])
+            if takes or (name == "scan" and program is _jax.body(eqn)):
                 outputs = len(program.outvars) == len(eqn.outvars) and name != "scan"
                 yield program, operands[: len(program.invars)], outputs
 
 
-def _may_take(program: Program, eqn: Equation) -> bool:
-    """True if the first operands of an equation may be the inputs of a program."""
-    if len(program.invars) > len(eqn.invars):
-        return False
-    shapes = map(_jax.shape_of, program.invars), map(_jax.shape_of, eqn.invars)
-    return all(map(operator.eq, *shapes))
-
-
-def _follow_elements(
-    eqn: Equation, operands: Sequence[Provenance], origins: Origins
-) -> Sequence[Provenance] | None:
+def _follow_elements(eqn: Equation, operands: Values, origins: Origins) -> Values | None:
     """The outputs of a step that moves or scales elements; None for other steps."""
     name, shape = eqn.primitive.name, _jax.shape_of(eqn.outvars[0])
     pairs = list(zip(eqn.invars, operands, strict=True))
@@ -173,9 +159,7 @@ def _follow_elements(
     return None
 
 
-def _depends_on(
-    eqn: Equation, operands: Sequence[Provenance], origins: Origins
-) -> frozenset[int]:
+def _depends_on(eqn: Equation, operands: Values, origins: Origins) -> frozenset[int]:
     """The leaves that the outputs are computed from, if from these alone."""
     pairs = zip(eqn.invars, operands, strict=True)
     if not all(

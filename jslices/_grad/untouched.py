@@ -76,7 +76,7 @@ def _types(sizes: Iterator[Any], grad: Any, param: PyTree) -> tuple[Any, PyTree]
     return table, table.update(dtype=param.dtype)
 
 
-class _UpdateWalk(ProgramWalk[Any]):
+class _UpdateWalk(ProgramWalk):
     """A walk with what all rows without gradient hold: a number, an input, or None.
 
     Arrays without rows are numbers that serve all rows, None if they are not known.

@@ -13,9 +13,10 @@ with :class:`View` and :class:`Rowwise`; rules.py makes views, and reads.py read
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jslices._rows.access import clipped_indices, per_row, places, take_rows, wi
 
 #: For each operand, or output, a view or an array (None while reads are planned).
 Values: TypeAlias = Sequence[Any]
-
+Kind = TypeVar("Kind")
 
 #: Tables by whether they are read with a cotangent slot, the leaf, the name of row numbers.
 Reads: TypeAlias = "dict[tuple[bool, int, tuple[Any, ...]], TableView]"
@@ -94,6 +95,19 @@ class View:
         return found
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def _view(*parts: str) -> Callable[[type[Kind]], type[Kind]]:
+    """A decorator for views: pytrees of these parts, so that they may cross ``jax.jit``."""
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        kind = dataclasses.dataclass(frozen=True, eq=False)(kind)
+        fields = (f.name for f in dataclasses.fields(kind) if f.init)  # type: ignore[arg-type]
+        others = [name for name in fields if name not in parts]
+        return jax.tree_util.register_dataclass(kind, parts, others)
+
+    return register
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Now:
@@ -110,7 +124,7 @@ class Now:
         return now_p.bind(p, *rows, *shared, **params)  # type: ignore[no-any-return]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("array", "now")
 class TableView(View):
     """A differentiated array as it is, or as it is ``now``: the leaf with this number.
 
@@ -150,8 +164,7 @@ class TableView(View):
         if array.shape == self.shape:
             return array
         # On Explicit axes JAX does not merge axes if the second is split.
-        merged: jax.Array = drop_sharding(array).reshape(self.shape)
-        return merged
+        return drop_sharding(array).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +178,7 @@ class Keyed:
     forward: Any = dataclasses.field(compare=False, default=None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("operands")
 class Rowwise(View):
     """The result of an operation that treats every row alike.
 
@@ -209,7 +222,7 @@ class Derived(View):
         return of(self.inner)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner", "starts")
 class Renumbered(Derived):
     """Rows of another view under other numbers, such as consecutive ones: ``table[1:]``.
 
@@ -265,7 +278,7 @@ class Renumbered(Derived):
         return jnp.broadcast_to(array, (*self.rows, *row)).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner", "at", "rows")
 class Replaced(Derived):
     """Another view with an array in place of one row.
 
@@ -289,14 +302,12 @@ class Replaced(Derived):
         return jnp.where(here, self._for_each(rows, ids.read), others)
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
-        return self.combine(
-            [of(self.inner), self.rows], RowIds((), jnp.arange(self.shape[0]))
-        )
+        every = RowIds((), jnp.arange(self.shape[0]))
+        return self.combine([of(self.inner), self.rows], every)
 
     def _here(self, numbers: jax.Array) -> jax.Array:
         """True for the numbers of the rows that others replace."""
-        here: jax.Array = self._for_each(self.at, numbers) == numbers % self.height
-        return here
+        return self._for_each(self.at, numbers) == numbers % self.height
 
     def _for_each(self, x: jax.Array, numbers: jax.Array) -> Any:
         """The element of ``x``, one for each table, for the table of each row number."""
@@ -304,7 +315,7 @@ class Replaced(Derived):
         return x if self.height == self.shape[0] else x[numbers // self.height]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("arrays")
 class Stacked(View):
     """Several arrays below one another: ``concatenate`` along the axis of rows.
 
@@ -316,10 +327,7 @@ class Stacked(View):
     heights: tuple[int, ...]
 
     def parts(self, ids: RowIds) -> Sequence[tuple[Any, RowIds | None]]:
-        return [
-            (array, self._below(ids, above, height))
-            for array, above, height in self._filled()
-        ]
+        return [(array, self._below(ids, *place)) for array, *place in self._filled()]
 
     def combine(self, parts: Sequence[Any], ids: RowIds) -> jax.Array:
         row, out = ids.read % sum(self.heights), parts[0]
@@ -339,12 +347,9 @@ class Stacked(View):
 
     def _filled(self) -> list[tuple[Any, int, int]]:
         """The arrays that have rows: each with the number of rows above it, and its own."""
-        filled, above = [], 0
-        for array, height in zip(self.arrays, self.heights, strict=True):
-            if height:
-                filled.append((array, above, height))
-            above += height
-        return filled
+        above = itertools.accumulate(self.heights, initial=0)
+        columns = zip(self.arrays, above, self.heights, strict=False)
+        return [(array, first, height) for array, first, height in columns if height]
 
     def _below(self, ids: RowIds, above: int, height: int) -> RowIds:
         """The row numbers in the array that begins at ``above``, others out of range."""
@@ -361,7 +366,7 @@ class Stacked(View):
         return ids.renumbered(("below", above, height, total), inside)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Unpacked(Derived):
     """The rows of another view cut into equal parts: ``packed.reshape(V, D)``.
 
@@ -390,7 +395,7 @@ class Unpacked(Derived):
         return of(self.inner).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Repeated(Derived):
     """An array ``[*B, V, *D]``, a table for every example of a batch.
 
@@ -407,12 +412,12 @@ class Repeated(Derived):
         while isinstance(inner, Unslotted):
             inner, stops = inner.inner, stops or isinstance(inner, Stopped)
         if isinstance(inner, TableView) and inner.array.shape == self.shape:
-            array: jax.Array = inner.array  # which is never of the shape of `inner`
+            array = inner.as_it_is_now()  # which is never of the shape of `inner`
             return lax.stop_gradient(array) if stops else array
         return of(self.inner).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Transposed(Derived):
     """Another view with its axes in another order, so that the first numbers no rows.
 
@@ -425,7 +430,7 @@ class Transposed(Derived):
         return lax.transpose(of(self.inner), self.order)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Unslotted(Derived):
     """A view without cotangent slots: no gradient is needed."""
 
@@ -435,7 +440,7 @@ class Unslotted(Derived):
         return {(False, leaf, name): table for (_, leaf, name), table in inner}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@_view("inner")
 class Stopped(Unslotted):
     """A view behind ``stop_gradient``: no derivative of any kind passes."""
 
@@ -444,27 +449,6 @@ class Stopped(Unslotted):
 
     def whole(self, of: Callable[[Any], Any]) -> jax.Array:
         return lax.stop_gradient(of(self.inner))
-
-
-# --- as pytrees -------------------------------------------------------------------------
-
-
-def _register(kind: type[View], *parts: str) -> None:
-    """Register a view as a pytree of its arrays, so that it may cross ``jax.jit``."""
-    fields = [f.name for f in dataclasses.fields(kind) if f.init and f.name not in parts]
-    jax.tree_util.register_dataclass(kind, parts, fields)
-
-
-_register(TableView, "array", "now")
-_register(Rowwise, "operands")
-_register(Renumbered, "inner", "starts")
-_register(Replaced, "inner", "at", "rows")
-_register(Stacked, "arrays")
-_register(Unpacked, "inner")
-_register(Repeated, "inner")
-_register(Transposed, "inner")
-_register(Unslotted, "inner")
-_register(Stopped, "inner")
 
 
 # --- views from views -------------------------------------------------------------------
@@ -490,16 +474,9 @@ def renumbered(
 ) -> View:
     """A view of some rows of another, as :class:`Renumbered`."""
     inner, rows = flat(view), tuple(rows)
-    new = Renumbered(
-        (math.prod(rows), *inner.shape[1:]),
-        view.dtype,
-        inner,
-        heights=view.shape[: view.lead],
-        rows=rows,
-        numbering=tuple(numbering),
-        starts=tuple(starts),
-    )
-    return folded(new, rows)
+    shape, heights = (math.prod(rows), *inner.shape[1:]), view.shape[: view.lead]
+    numbers = heights, rows, tuple(numbering), tuple(starts)
+    return folded(Renumbered(shape, view.dtype, inner, *numbers), rows)
 
 
 def window(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:

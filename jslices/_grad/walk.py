@@ -26,7 +26,7 @@ import abc
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,21 +35,18 @@ from jslices import _jax
 from jslices._grad.memo import first_program
 from jslices._grad.origins import Origins
 from jslices._grad.reads import READS, RowRead
-from jslices._grad.rules import RULES, rowwise
+from jslices._grad.rules import rowwise
 from jslices._grad.views import Repeated, Values, View, layer, without_slots
 from jslices._jax import Atom, Equation, Literal, Program, Source
 
-VarValue = TypeVar("VarValue")
-
 # By name, as JAX exports few of these primitives and renames them.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
-_CHECKPOINTS = ("remat2", "checkpoint", "remat")
+_CALLS = ("jit", "closed_call", "core_call", "call", "eval_jaxpr")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 #: The equations with programs inside, and the method of a walk that goes into them. A walk
 #: without this method treats the equation as a step.
 _INSIDE = {
     **dict.fromkeys(_CALLS, "call"),
-    **dict.fromkeys(_CHECKPOINTS, "checkpoint"),
+    **dict.fromkeys(("remat2", "checkpoint"), "checkpoint"),
     **dict.fromkeys(CUSTOM, "custom"),
     "cond": "cond",
     "scan": "scan",
@@ -130,7 +127,7 @@ class Scope:
 # --- the walk ---------------------------------------------------------------------------
 
 
-class ProgramWalk(abc.ABC, Generic[VarValue]):
+class ProgramWalk(abc.ABC):
     """A walk over a program with a value for every variable.
 
     A visitor defines the values of constants (:meth:`constant`) and of an equation's
@@ -144,21 +141,16 @@ class ProgramWalk(abc.ABC, Generic[VarValue]):
     caller: Source | None = None
 
     def program(
-        self,
-        program: Program,
-        operands: Sequence[VarValue],
-        output_needs_grad: Sequence[bool] = (),
-    ) -> Sequence[VarValue]:
+        self, program: Program, operands: Values, output_needs_grad: Sequence[bool] = ()
+    ) -> Values:
         """The values of the outputs; ``output_needs_grad`` as in :class:`Scope`."""
         scope = Scope(program, output_needs_grad)
         values = dict(zip(program.invars, operands, strict=True))
         constants = map(self.constant, _jax.constants(program))
         values.update(zip(program.constvars, constants, strict=True))
 
-        def read(atom: Atom) -> VarValue:
-            if isinstance(atom, Literal):
-                return self.constant(atom.val)
-            return values[atom]
+        def read(atom: Atom) -> Any:
+            return self.constant(atom.val) if isinstance(atom, Literal) else values[atom]
 
         scope.read = read
         for eqn in scope.live:
@@ -166,35 +158,26 @@ class ProgramWalk(abc.ABC, Generic[VarValue]):
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in program.outvars]
 
-    def equation(
-        self, eqn: Equation, operands: Sequence[VarValue], scope: Scope
-    ) -> Sequence[VarValue]:
+    def equation(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         """The values of an equation's outputs."""
         if not hasattr(self, _INSIDE.get(_jax.kind(eqn), "")):
             return self.step(eqn, operands, scope)
         return self.inside(eqn, operands, scope.outputs_need_grad(eqn))
 
-    def inside(
-        self, eqn: Equation, operands: Sequence[VarValue], needs_grad: list[bool]
-    ) -> Sequence[VarValue]:
+    def inside(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         """The outputs of an equation with programs inside that the walk goes into."""
         go_inside = getattr(self, _INSIDE[_jax.kind(eqn)])
-        outputs: Sequence[VarValue] = go_inside(eqn, operands, needs_grad)
-        return outputs
+        return go_inside(eqn, operands, needs_grad)
 
     @abc.abstractmethod
-    def constant(self, value: Any) -> VarValue:
+    def constant(self, value: Any) -> Any:
         """The value of a literal, or of a constant of the program."""
 
     @abc.abstractmethod
-    def step(
-        self, eqn: Equation, operands: Sequence[VarValue], scope: Scope
-    ) -> Sequence[VarValue]:
+    def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         """The outputs of an equation that the walk does not go into."""
 
-    def call(
-        self, eqn: Equation, operands: Sequence[VarValue], needs_grad: list[bool]
-    ) -> Sequence[VarValue]:
+    def call(self, eqn: Equation, operands: Values, needs_grad: list[bool]) -> Values:
         """The outputs of a call: those of the program inside it."""
         outer = self.caller
         if outer is None and _jax.is_library_call(eqn):
@@ -215,7 +198,7 @@ class ProgramWalk(abc.ABC, Generic[VarValue]):
 Turn = Callable[[Values, Values], tuple[Values, Values]]
 
 
-class ViewWalk(ProgramWalk[Any]):
+class ViewWalk(ProgramWalk):
     """A walk with views of tables, and with arrays or None in their place.
 
     Subclasses receive control flow as calls of JAX's public functions.
@@ -248,10 +231,9 @@ class ViewWalk(ProgramWalk[Any]):
 
     def step(self, eqn: Equation, operands: Values, scope: Scope) -> Values:
         whole = functools.partial(self.whole, eqn=eqn)
-        if eqn.primitive in RULES:
-            views = rowwise(eqn, operands, whole)
-            if views is not None:
-                return views
+        views = rowwise(eqn, operands, whole)
+        if views is not None:
+            return views
         form = READS.get(eqn.primitive.name)
         read = None if form is None else form(eqn, operands, scope.origins)
         if read is not None:

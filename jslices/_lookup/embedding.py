@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -166,24 +166,27 @@ def _read(
         return _take(tables[0], ids, mode=direct)
     settled = settle(ids, count, mode if mode == "clip" else "drop")
     settled = settled if keep is None else jnp.where(keep, settled, count)
-    heights = [table.shape[0] for table in tables]
-    rows = _read_shards(tables, settled, heights, strategy)
-    if keep is None:
-        return rows
-    return access.where_rows(keep, rows)
+    rows = _read_shards(tables, settled, strategy)
+    return rows if keep is None else access.where_rows(keep, rows)
 
 
-def _read_shards(
-    tables: list[jax.Array], ids: jax.Array, heights: list[int], strategy: str
-) -> jax.Array:
+def _read_shards(tables: list[jax.Array], ids: jax.Array, strategy: str) -> jax.Array:
+    """Rows of ids, none of which is negative."""
     if len(tables) == 1:
         return _take(tables[0], ids)
     missing = access.missing_value(np.dtype(tables[0].dtype))
     rows: Any = jnp.full((*ids.shape, *tables[0].shape[1:]), missing)
-    places = _local_rows(ids, heights, strategy)
-    for table, (own, local) in zip(tables, places, strict=True):
+    first = 0
+    for shard, table in enumerate(tables):
+        height = table.shape[0]
+        if strategy == "mod":
+            local, own = ids // len(tables), ids % len(tables) == shard
+        else:
+            local, own = ids - first, ids >= first
+            first += height
+        own &= local < height
         # An id of another shard reads zeros, not NaN, which could leak into a gradient.
-        mine = _take(table, local, fill_value=0)
+        mine = _take(table, jnp.where(own, local, height), fill_value=0)
         rows = access.where_rows(own, mine, rows)
     return rows
 
@@ -248,23 +251,3 @@ def _num_ids(heights: Sequence[int], strategy: str, caller: str, mode: str) -> i
             f"range; make them {regular}"
         )
     return max((count * (h - 1) + i + 1 for i, h in enumerate(heights) if h), default=0)
-
-
-def _local_rows(
-    ids: jax.Array, heights: Sequence[int], strategy: str
-) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """For every shard, in order: which ids are its own, and their rows in it.
-
-    No id is negative. For an id of another shard the row is the height of this one, which
-    is out of range.
-    """
-    first = 0
-    for shard, height in enumerate(heights):
-        if strategy == "mod":
-            rows = ids // len(heights)
-            own = (ids % len(heights) == shard) & (rows < height)
-        else:
-            rows = ids - first
-            own = (rows >= 0) & (rows < height)
-            first += height
-        yield own, jnp.where(own, rows, height)

@@ -148,15 +148,12 @@ def restore_sharding(tree: PyTree, shardings: PyTree) -> Any:
     def cast(sharding: jax.NamedSharding | None, part: PyTree) -> Any:
         if sharding is None:
             return part
-        with jax.sharding.use_abstract_mesh(sharding.mesh):  # type: ignore[arg-type]
-            return jax.tree.map(functools.partial(_typed, sharding), part)
+        mesh, spec = sharding.mesh, sharding.spec
+        of = lambda x: jax.NamedSharding(mesh, jax.P(*spec[: x.ndim]))  # noqa: E731
+        with jax.sharding.use_abstract_mesh(mesh):  # type: ignore[arg-type]
+            return jax.tree.map(lambda x: jax.sharding.reshard(x, of(x)), part)
 
     return jax.tree.map(cast, shardings, tree, is_leaf=lambda x: x is None)
-
-
-def _typed(sharding: jax.NamedSharding, x: jax.Array) -> jax.Array:
-    spec = jax.P(*sharding.spec[: x.ndim])
-    return jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, spec))
 
 
 def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -164,11 +161,8 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
 
     A decorator for functions at the boundary. Inside, all axes are Auto. Positional
     arguments are pytrees of arrays and other things; keyword arguments pass unchanged.
-
-    Args:
-      types: ``types(*args)`` gives the types of the results, as a prefix of their tree.
-        What has none, as it is like an argument on no mesh, is in a program on all
-        devices, as JAX does it.
+    ``types(*args)`` gives the types of the results, as a prefix of their tree. What has
+    none, as it is like an argument on no mesh, is in a program on all devices, as in JAX.
     """
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:
@@ -184,8 +178,7 @@ def on_any_mesh(types: Callable[..., PyTree]) -> Callable[[Callable[P, R]], Call
             whole = jax.tree.map(
                 lambda x: x or everywhere, types(*args), is_leaf=lambda x: x is None
             )
-            result: R = restore_sharding(out, whole)
-            return result
+            return restore_sharding(out, whole)
 
         return without_explicit_axes
 
@@ -238,12 +231,11 @@ def one_program(fun: Callable[P, R]) -> Callable[P, R]:
         arrays = [0 if isinstance(x, bool | np.bool_) else x for x in leaves]
         if not _are_of_one_program(arrays):
             return fun(*args, **kwargs)
-        result: R = jax.tree.map(
+        return jax.tree.map(
             lambda x: arrays[x.number] if isinstance(x, _Argument) else x,
             program(tree, bools, tuple(bound.kwargs.items()), arrays),
             is_leaf=lambda x: isinstance(x, _Argument),
         )
-        return result
 
     return as_one_program
 
@@ -319,14 +311,9 @@ def on_all_devices(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, ja
     mesh = mesh_of(jax.typeof(values))
     if mesh is None or mesh.size == 1 or not mesh.are_all_axes_auto:
         return values, indices
-    any_columns = (jax.P.UNCONSTRAINED,) * (values.ndim - 1)
-    specs = jax.P(None, *any_columns), jax.P(None)
-    values, indices = on_one_mesh((values, indices))
-    values, indices = (
-        lax.with_sharding_constraint(x, jax.NamedSharding(mesh, spec))
-        for x, spec in zip((values, indices), specs, strict=True)
-    )
-    return values, indices
+    rows = jax.P(None, *(jax.P.UNCONSTRAINED,) * (values.ndim - 1))
+    shardings = jax.NamedSharding(mesh, rows), jax.NamedSharding(mesh, jax.P(None))
+    return lax.with_sharding_constraint(on_one_mesh((values, indices)), shardings)
 
 
 def filled_like(

@@ -170,11 +170,7 @@ def keep_memory_of_steps() -> None:
 
 
 def keep_memory_if_set() -> None:
-    """Calls :func:`keep_memory` if the environment says so; warns if it has no effect.
-
-    Raises:
-      ValueError: for a value of ``JSLICES_KEEP_MEMORY`` other than 1, 0 and none.
-    """
+    """Calls :func:`keep_memory` if the environment says so; warns if it has no effect."""
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0"):
         return

@@ -180,29 +180,9 @@ class Placement:
         return jnp.arange(self.shards, dtype=jnp.int32)
 
     @property
-    def as_table(self) -> jax.P:
-        """Of arrays ``[V, ...]`` whose rows are split as those of the table."""
-        return jax.P(*self.by_axis)
-
-    @property
     def by_rows(self) -> jax.P:
         """Of entries, whose only axis is split as the rows of the table."""
         return jax.P(self.rows)
-
-    @property
-    def by_rows_and_columns(self) -> jax.P:
-        """Of the values of the gradient."""
-        return jax.P(self.rows, *self.columns)
-
-    @property
-    def by_batch(self) -> jax.P:
-        """Of arrays whose first axis is split over all devices that hold different ids."""
-        return jax.P(self.batch)
-
-    @property
-    def by_batch_and_columns(self) -> jax.P:
-        """Of rows that were looked up."""
-        return jax.P(self.batch, *self.columns)
 
 
 def on_each_device(

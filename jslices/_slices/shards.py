@@ -131,7 +131,7 @@ def each_shard(
         return placed, [x for x in leaves if not is_entries(x)]
 
     operands = placement.numbers(), slices.values, slices.indices, *arrays
-    split = placement.by_rows, placement.as_table
+    split = placement.by_rows, jax.P(*placement.by_axis)
     specs = PartitionSpec(), *(split[0],) * 3, *(split[1] for _ in arrays)
     run = on_each_device(placement, local, specs, split)
     run = boundary.on_any_mesh(functools.partial(_shardings, placement))(run)
@@ -152,7 +152,7 @@ def _shardings(
     of_values = boundary.shardings_of(values)
     if of_values is None:
         return None, None
-    spec = PartitionSpec(*placement.as_table, *of_values.spec[1:])
+    spec = PartitionSpec(*placement.by_axis, *of_values.spec[1:])
     return of_values, boundary.explicit_part(of_values.mesh, spec)
 
 

@@ -164,27 +164,23 @@ class _Factors:
     def on_array(self, step: Step, g: jax.Array, p: jax.Array, state: Record) -> Change:
         """A step of a whole array."""
         axes = self.axes_of(p.shape)
-        squares = rule.squared(g) + self.eps
         if axes is None:
-            v = self._mixed(step, state["v"], squares)
-            u, new = g * v**-0.5, {"v": v}
-        else:
-            short, long = axes
-            v_row = self._mixed(step, state["v_row"], jnp.mean(squares, axis=long))
-            v_col = self._mixed(step, state["v_col"], jnp.mean(squares, axis=short))
-            new = {"v_row": v_row, "v_col": v_col}
-            axis = short - 1 if short > long else short
-            row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
-            u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
+            return self._unfactored(step, False, g, p, state)
+        squares, (short, long) = rule.squared(g) + self.eps, axes
+        v_row = self._mixed(step, state["v_row"], jnp.mean(squares, axis=long))
+        v_col = self._mixed(step, state["v_col"], jnp.mean(squares, axis=short))
+        axis = short - 1 if short > long else short
+        row = (v_row / jnp.mean(v_row, axis=axis, keepdims=True)) ** -0.5
+        u = g * jnp.expand_dims(row, long) * jnp.expand_dims(v_col**-0.5, short)
         u, mean = self.finished(step, False, u, p, state)
-        return u, {**new, **mean}
+        return u, {"v_row": v_row, "v_col": v_col, **mean}
 
     def on_slices(self, step: Step, g: IndexedSlices, p: jax.Array, state: Record) -> Any:
         """A step of the rows that have a gradient."""
         axes = self.axes_of(p.shape)
         by_row = {k: x for k, x in state.items() if k in ("v", "momentum")}
         if axes is None:
-            return step_rows(partial(self._step_row, step), g, p, by_row)
+            return step_rows(partial(self._unfactored, step, True), g, p, by_row)
         if p.ndim != 2:
             rows = "" if g.row_axes == 1 else f"; or keep the table as {list(g.flat.shape)}"
             raise ValueError(
@@ -195,11 +191,12 @@ class _Factors:
         names = ("v_col", "v_row") if axes == (1, 0) else ("v_row", "v_col")
         return self._in_factors(step, g, p, state, *names)
 
-    def _step_row(self, step: Step, g: jax.Array, p: jax.Array, state: Record) -> Change:
-        """A step of rows whose second moment is whole."""
-        b = self._forgetting(step)
-        v = b * state["v"] + (1.0 - b) * (rule.squared(g) + self.eps)
-        u, mean = self.finished(step, True, g * v**-0.5, p, state)
+    def _unfactored(
+        self, step: Step, by_row: bool, g: Any, p: Any, state: Record
+    ) -> Change:
+        """A step of an array, or of rows, whose second moment is whole."""
+        v = self._mixed(step, state["v"], rule.squared(g) + self.eps)
+        u, mean = self.finished(step, by_row, g * v**-0.5, p, state)
         return u, {"v": v, **mean}
 
     def _in_factors(

@@ -65,10 +65,7 @@ def adagrad(
 
         def kernel(g: jax.Array, p: jax.Array, state: Record) -> Change:
             total = rule.squared(g) + state["sum_of_squares"]
-            if eps_in_sqrt:
-                scale = lax.rsqrt(total + eps)
-            else:
-                scale = 1 / (jnp.sqrt(total) + eps)
+            scale = lax.rsqrt(total + eps) if eps_in_sqrt else 1 / (jnp.sqrt(total) + eps)
             scale = jnp.where(total > 0, scale, 0.0)
             return rule.scaled(size, scale * g), {"sum_of_squares": total}
 

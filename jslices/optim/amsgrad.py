@@ -69,7 +69,6 @@ def amsgrad(
     dense gradients give its result. PyTorch's keeps the largest *uncorrected* ``nu``, and
     its ``SparseAdam`` has no AMSGrad; nor has TensorFlow's ``LazyAdam``.
     """
-    exact = untouched == "exact"
 
     def update(step: rule.Step) -> rule.Kernel:
         size = step.size(learning_rate)
@@ -87,7 +86,7 @@ def amsgrad(
         return kernel
 
     missed = None
-    if exact:
+    if untouched == "exact":
         rule.check_fading("amsgrad", b1=b1, b2=b2)
 
         def advance(missed: Missed, p: jax.Array, state: Record) -> Change:

@@ -79,7 +79,6 @@ def rmsprop(
     give its result. TensorFlow's ``nu`` starts from 1 and its ``eps`` is 1e-10; PyTorch's
     ``eps`` is outside the root and its ``decay`` is 0.99.
     """
-    exact = untouched == "exact"
     starts = {"nu": rule.full(initial_scale)}
     if centered:
         starts["mu"] = rule.zeros()
@@ -96,10 +95,7 @@ def rmsprop(
             if centered:
                 new["mu"] = rule.decayed(state["mu"], g, decay)
                 square = square - rule.squared(correct(new["mu"]))
-            if eps_in_sqrt:
-                scale = lax.rsqrt(square + eps)
-            else:
-                scale = 1 / (jnp.sqrt(square) + eps)
+            scale = lax.rsqrt(square + eps) if eps_in_sqrt else 1 / (jnp.sqrt(square) + eps)
             u = rule.scaled(size, scale * g)
             if momentum is not None:
                 small = u
@@ -111,7 +107,7 @@ def rmsprop(
         return kernel
 
     missed = None
-    if exact:
+    if untouched == "exact":
         rule.check_fading("rmsprop", decay=decay, momentum=momentum)
 
         def advance(missed: Missed, p: jax.Array, state: Record) -> Change:

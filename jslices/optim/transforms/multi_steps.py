@@ -249,7 +249,8 @@ def _buffer(example: Leaf, param: jax.Array, k: int) -> Leaf:
     entries = jnp.full((k, *indices.shape), num_rows, dtype)
     placement = example.facts.placement
     if placement is not None:
-        rows = split_by(param, rows, PartitionSpec(None, *placement.by_rows_and_columns))
+        spec = PartitionSpec(None, placement.rows, *placement.columns)
+        rows = split_by(param, rows, spec)
         entries = split_by(param, entries, PartitionSpec(None, *placement.by_rows))
     return slices_of(rows, entries, shape, example.facts.lasting)
 
