@@ -205,13 +205,16 @@ def test_an_error_of_the_loss_is_told_as_it_is():
         step(*arguments, "", 2)
 
 
-def test_a_state_in_place_of_parameters_is_told():
-    tx, params = EXACT(), start()
+def test_a_state_in_place_of_parameters_or_of_another_optimizer_is_told():
+    tx, params = js.adam(0.1, untouched="exact"), start()
     for make in (js.train_step, js.eval_step):
         with pytest.raises(
             TypeError, match=r"got a state first, wanted \w+\(params, state"
         ):
             make(loss, tx)(tx.init(params), params, IDS[0])
+    other = js.adamw(0.1, untouched="exact").init(params)
+    with pytest.raises(ValueError, match="an exact optimizer with other numbers"):
+        js.train_step(loss, tx)(params, other, IDS[0])
 
 
 def test_without_jit_it_is_the_pure_function():

@@ -182,7 +182,7 @@ class MissedSteps:
         if log is None:
             return not self._lines["pull"].stop
         lines, columns = self._lines["pull"].stop, 2 * self._block(log.dtype)
-        return log.shape[0] >= lines and (log.shape[1] >= columns or not log.size)
+        return log.shape[0] == lines and (log.shape[1] >= columns or not log.size)
 
     @functools.cached_property
     def logged(self) -> Callable[[jax.Array | None, jax.Array], jax.Array | None]:
