@@ -257,6 +257,21 @@ def test_a_table_whose_rows_may_be_behind_refuses_to_be_read():
     assert is_box(pickle.loads(pickle.dumps(params))["table"])
 
 
+def test_an_optimizer_whose_rows_never_catch_up_takes_none_that_may_be_behind():
+    lazy, (params, state) = js.sgd(0.1, 0.9), trained(EXACT())
+    plain, calls = EXACT().init(start()), (lazy.now, lazy.flush)
+    evaluate, step = (make(loss, lazy) for make in (js.eval_step, js.train_step))
+    calls += tuple(lambda *args, x=x: x(*args, IDS[0]) for x in (evaluate, step))
+    for given in ((params, state), (params, lazy.init(params)), (start(), plain)):
+        for call in calls:
+            with pytest.raises(ValueError, match=r"by sgd\(.* none catches up: .*flush\("):
+                call(*given)
+    assert not params["table"].table.is_deleted()
+    none_behind = js.sgd(0.1, untouched="exact")
+    now = none_behind.now(js.hold(start()), none_behind.init(start()))
+    chex.assert_trees_all_equal(now, start())
+
+
 def test_everything_of_ours_sees_through():
     tx, wanted = EXACT(), dense()
     params, state = trained(tx)

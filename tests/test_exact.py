@@ -543,10 +543,11 @@ def test_errors():
         js.lion(0.1, weight_decay=COSINE, untouched="exact")
     with pytest.raises(ValueError, match=r"the missed movement is closed together with"):
         js.lion(0.1, untouched="exact", weight_decay_mode="touched")
-    with pytest.raises(
-        TypeError, match=r"needs b1 as a number that is known while tracing"
-    ):
+    with pytest.raises(TypeError, match=r"needs b1 as known numbers.*args=\('b1',\)"):
         jax.jit(lambda b1: js.adam(0.1, b1, untouched="exact").init(START))(0.9)
+    make = lambda l2: js.proximal_adagrad(0.1, 0.1, 0.0, l2, untouched="exact")  # noqa: E731
+    with pytest.raises(TypeError, match=r"needs l2_regularization_strength as known"):
+        jax.jit(lambda l2: make(l2).init(START))(0.1)
 
 
 FROZEN = np.arange(V) % 3 == 0

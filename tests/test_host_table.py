@@ -1075,3 +1075,14 @@ def test_a_whole_step_of_an_exact_optimizer_names_no_other_rows():
         tables[0].store(step(*tables[0].fetch(ids)))
     wanted = trained_from_host(tables[1], tx, squares, batches)
     np.testing.assert_allclose(tables[0].read(np.arange(V)), wanted, rtol=1e-6)
+
+
+def test_tables_in_boxes_are_written_and_packed():
+    """As compiled steps of an exact optimizer return them."""
+    tx, all_rows = js.sgd(0.1, untouched="exact"), np.arange(4)
+    table, held = js.HostTable((4, 2), tx), js.hold(jnp.ones((4, 2)))
+    table.write(all_rows, held, tx.init(held))
+    rows, _ = table.fetch([1])
+    now, state = rows.unpack()
+    table.store(rows.pack(js.hold(2 * now), state))
+    np.testing.assert_array_equal(table.read(all_rows)[:, 0], [1, 2, 1, 1])

@@ -337,3 +337,30 @@ def test_a_jitted_init_of_optax_puts_all_on_one_device(name):
     assert places(make(optax).init(params)) == places(make(js).init(params)) == {8}
     assert places(jax.jit(make(js).init)(params)) == {8}
     assert places(jax.jit(make(optax).init)(params)) == {1}
+
+
+def test_steps_by_hand_and_frozen_rows_on_explicit_axes():
+    """Of gradients alone, of rows by ``tx.now`` and of exact frozen ones JAX made none."""
+    mesh, params = on_mesh("Explicit", P("x"))
+    ids = jax.device_put(np.arange(8, dtype=np.int32), NamedSharding(mesh, P("x")))
+    average = js.optim.params_ema(js.sgd(0.1, 0.9, untouched="exact"), 0.95)
+    freezing = js.optim.freeze_rows(EXACT(), FROZEN)
+
+    def loss(params):
+        rows = (js.embedding_lookup(params[name], ids) for name in ("table", "bias"))
+        return sum((x**2).sum() for x in rows)
+
+    def by_hand(params, state):
+        _, grads = js.value_and_grad(lambda p: loss(average.now(p, state)))(params)
+        return average.apply(grads, state, params), average.now(params, state)
+
+    def caught_up(params):
+        named = {"table": ids, "bias": None, "w": None}
+        return freezing.catch_up(params, freezing.init(params), named)[0]
+
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(average.init, params)
+        fast_jit(by_hand).lower(params, state)
+        values = jax.eval_shape(js.grad(loss), params)["table"].values
+        table = jax.eval_shape(caught_up, params)["table"]
+        assert values.sharding.spec[0] == table.sharding.spec[0] == "x"

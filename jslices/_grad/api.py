@@ -220,8 +220,8 @@ def _in_order(returned: Any, grads: Any, all_by_values: bool) -> tuple[Any, Any]
 
     # The rows of others, which an exact step brings up to date, wait for values.
     def by_values(g: IndexedSlices) -> bool:
-        at_now = g.facts.at_now and mesh_of(jax.typeof(g.values)) is None
-        return all_by_values or at_now
+        is_on_mesh = mesh_of(jax.typeof(g.values)) is not None
+        return (all_by_values or g.facts.at_now) and not is_on_mesh
 
     # All values would be copied; the first of each table's is as late as the others.
     first = lambda x: x[(0,) * x.ndim].real if x.size else 0.0  # noqa: E731

@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows import access
 from jslices._typing import PyTree
 
@@ -45,6 +46,7 @@ def as_now(missed: Missed, p: jax.Array, rows: PyTree, shared: PyTree) -> jax.Ar
     return now_p.bind(jnp.asarray(p), *map(jnp.asarray, operands), **how, whole=True)  # type: ignore[no-any-return]
 
 
+@on_any_mesh(like_first)
 def _missed(
     p: Any, *operands: Any, missed: Missed, tree: Any, count: int, whole: bool
 ) -> Any:

@@ -12,6 +12,7 @@ from jslices import InvalidArgumentError
 from jslices._host_table.layout import Layout
 from jslices._host_table.records import Part, Records
 from jslices._rows.rounding import key_bits, round_rows
+from jslices._slices.held import unheld
 from jslices._typing import State
 from jslices.dynamic.host import Batch
 from jslices.errors import FailedPreconditionError
@@ -99,6 +100,7 @@ class HostRows:
 
         if isinstance(state, StateOfRows):
             state = state.state
+        table = unheld(table)
         # A step of all that were fetched is none of the other rows.
         state = map_clocks(lambda *x: by_row(*x)._replace(numbers=None), state)
         words, shared = self.layout.pack(table, state, rounded)

@@ -26,6 +26,7 @@ from jslices._host_table.journal import Journal, Journaled, one_at_a_time
 from jslices._host_table.layout import layout_of
 from jslices._host_table.opening import open_file
 from jslices._host_table.rows import HostRows, Stored
+from jslices._slices.held import unheld
 from jslices._typing import PyTree, State
 from jslices.checkpoint.boxes import row_blocks
 from jslices.dynamic import IdMap, wide_ids
@@ -467,6 +468,7 @@ class HostTable(Journaled):
         distinct, order = np.unique(rows, return_index=True)
         if len(distinct) < len(rows):
             raise InvalidArgumentError(f"{call} got a row twice: name each of them once")
+        params = unheld(params)
         array: Any = params if isinstance(params, jax.Array) else np.asarray(params)
         words = np.empty((len(rows), self._layout.words), self._layout.word)
         packed = self._rows_of(words, rows).pack(array, state, key)

@@ -158,9 +158,9 @@ class Moments(NamedTuple):
     ) -> MissedSteps:
         """The missed steps of rows, with a weight ``decay``."""
         b1, b2, eps, eps_root, nesterov, eps_hat = self
+        rule.check_known(name, b1=b1, b2=b2, eps_root=eps_root)  # which panels go by
         rule.check_fading(name, b1=b1, b2=b2)
-        first, second = float(b1), float(b2)
-        has_root = not isinstance(eps_root, int | float) or eps_root != 0
+        first, second, has_root = float(b1), float(b2), float(eps_root) != 0
         if not first**2 < second:
             raise ValueError(
                 f'{name}(untouched="exact") needs b1**2 < b2, got b1={b1}, b2={b2}; '

@@ -73,6 +73,8 @@ def proximal_adagrad(
     """
     exact = untouched == "exact"
     l1, l2 = l1_regularization_strength, l2_regularization_strength
+    if exact:
+        rule.check_known("proximal_adagrad", l2_regularization_strength=l2)
     if exact and not isinstance(learning_rate, int | float) and l2 != 0:
         raise ValueError(
             'proximal_adagrad(untouched="exact") with l2_regularization_strength takes a '

@@ -193,16 +193,22 @@ def _in_cycle(marks: jax.Array) -> jax.Array:
     return jnp.where(marks < 0, ~marks, marks) & (_CYCLE - 1)
 
 
+def _has_clock(x: PyTree) -> bool:
+    return isinstance(getattr(x, "clock", None), Clock)
+
+
+def is_without_clocks(state: State) -> bool:
+    """Whether rows catch up in no optimizer that a state is of."""
+    return not any(map(_has_clock, jax.tree.leaves(state, is_leaf=_has_clock)))
+
+
 def map_clocks(change: Callable[[Clock, jax.Array], Clock], state: State) -> State:
     """The state with every clock in it as ``change(clock, count)`` makes it."""
 
-    def has_clock(x: PyTree) -> bool:
-        return isinstance(getattr(x, "clock", None), Clock)
-
     def changed(x: PyTree) -> PyTree:
-        return x._replace(clock=change(x.clock, x.count)) if has_clock(x) else x
+        return x._replace(clock=change(x.clock, x.count)) if _has_clock(x) else x
 
-    is_leaf = lambda x: has_clock(x) or is_slices(x)  # noqa: E731
+    is_leaf = lambda x: _has_clock(x) or is_slices(x)  # noqa: E731
     return jax.tree.map(changed, state, is_leaf=is_leaf)
 
 

@@ -27,8 +27,15 @@ from jslices._slices.held import takes_held, unheld
 from jslices._slices.slices import deduplicated, rows_at, slices_of
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State
 from jslices.errors import InvalidArgumentError
-from jslices.optim.engine.clock import flushed, map_clocks
+from jslices.optim.engine.clock import flushed, is_without_clocks, map_clocks
 from jslices.optim.engine.now import current_reading, reading
+
+_OF_ANOTHER = (
+    "got parameters or the state of an optimizer whose rows may be behind "
+    '(untouched="exact"), and by {} none catches up: take the optimizer that stepped them; '
+    "or to go on with this one params, _ = tx.flush(params, state) of that one, and "
+    "tx.init(params) of this one"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -295,9 +302,17 @@ class GradientTransformation:
             return params, state
         return self._catch_up(params, state, ids)
 
+    def opened(self, params: Params, state: State = ()) -> Params:
+        """The parameters out of boxes; no rows may be behind where none catch up."""
+        plain = unheld(params)
+        is_held = plain is not params and not self.exact
+        if is_held or not (self.catches_up or is_without_clocks(state)):
+            raise ValueError(_OF_ANOTHER.format(self))
+        return plain
+
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         """The same for every row, before parameters are saved."""
-        params = unheld(params)
+        params = self.opened(params, state)
         if self._flush is not None:
             return self._flush(params, state)  # type: ignore[no-any-return]
         params, state = self.catch_up(params, state, jax.tree.map(lambda p: True, params))
@@ -350,7 +365,7 @@ class GradientTransformation:
         One that is not, of an optimizer that knows no views, is the whole. ``caught_up``:
         whether the caller lets whatever is read as a whole catch up before.
         """
-        params = unheld(params)
+        params = self.opened(params, state)
         if self._catch_up is None:
             return params, [True] * len(jax.tree.leaves(params))
         every = jax.tree.map(lambda p: True, params)

@@ -191,15 +191,20 @@ def check_lazy(name: str, untouched: str, why: str) -> None:
         )
 
 
+def check_known(name: str, **numbers: Any) -> None:
+    """Refuses numbers of an exact optimizer that are not known while tracing."""
+    if traced := tuple(k for k, x in numbers.items() if isinstance(x, jax.core.Tracer)):
+        raise TypeError(
+            f'{name}(untouched="exact") needs {" and ".join(traced)} as known numbers, and '
+            "they are traced; make the optimizer outside of jit, and with "
+            f"optax.inject_hyperparams pass static_args={traced}"
+        )
+
+
 def check_fading(name: str, **decays: Any) -> None:
     """Refuses decays that missed steps have no closed form for."""
+    check_known(name, **decays)
     for key, value in decays.items():
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(
-                f'{name}(untouched="exact") needs {key} as a number that is known while '
-                f"tracing, got {value}; make the optimizer outside of jit, and with "
-                f"optax.inject_hyperparams pass static_args=({key!r},)"
-            )
         if value is not None and not 0 <= float(value) < 1:
             raise ValueError(
                 f'{name}(untouched="exact") needs {key} at least 0 and below 1, got {value}'

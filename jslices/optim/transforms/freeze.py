@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jslices._arguments import check_array
 from jslices._jax import flatten
+from jslices._place.boundary import like_first, on_any_mesh
 from jslices._rows.access import per_row, rows_numbered, take_rows, where_rows
 from jslices._slices import IndexedSlices
 from jslices._typing import Gradients, Key, Leaf, Params, PyTree, State, Transformation
@@ -219,6 +220,7 @@ def _held(rows: RowClock, bits: Frozen) -> jax.Array:
     return _where_frozen(rows.marks, bits, jnp.where(rows.is_frozen, rows.marks, rows.held))
 
 
+@on_any_mesh(like_first)
 def _where_frozen(marks: jax.Array, bits: Frozen, frozen: jax.Array) -> jax.Array:
     """The marks of rows, ``frozen`` of those that ``bits`` name."""
     if not callable(bits):
@@ -247,16 +249,17 @@ def _kept(
     return where_rows(stay, old, now)
 
 
+@on_any_mesh(like_first)
 def _left_out(ids: IndexedSlices | ArrayLike, bits: Frozen, shape: tuple[int, ...]) -> Any:
     """Row numbers, out of range where the row is frozen."""
     if isinstance(ids, IndexedSlices):
         return only_rows(ids, _free(bits), 0.0)
     if not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.integer):
         return ids  # which catch_up refuses
-    num_rows, ids = shape[0], jnp.asarray(ids).reshape(-1)
-    near = jnp.clip(ids, 0, max(num_rows - 1, 0))
+    num_rows, ids = shape[0], jnp.asarray(ids)
+    near = jnp.clip(ids.reshape(-1), 0, max(num_rows - 1, 0))
     stay = bits(near) if callable(bits) else jnp.take(jnp.ravel(bits), near, mode="clip")
-    return jnp.where(stay, num_rows, ids)
+    return jnp.where(jnp.reshape(stay, ids.shape), num_rows, ids)
 
 
 def _with_clocks(

@@ -24,7 +24,7 @@ from jslices._place import donated
 from jslices._place.boundary import platform_of
 from jslices._place.hints import HINT_BYTES, hint_once
 from jslices._rows.access import is_below
-from jslices._slices.held import held_as, held_where, unheld
+from jslices._slices.held import held_as, held_where
 from jslices._typing import Params, PyTree, State
 from jslices.optim.engine.protocol import GradientTransformation
 from jslices.optim.engine.step import entries_of_a_pass
@@ -163,7 +163,7 @@ def train_step(
 
     @donated.unsaid(not donate)
     def pure(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        (new, *others), _ = stepped(unheld(params), state, args, kwargs)
+        (new, *others), _ = stepped(tx.opened(params), state, args, kwargs)
         return held_as(params, new), *others
 
     @donated.unsaid(not donate)
@@ -171,7 +171,7 @@ def train_step(
         (new, *others), behind = stepped(params, state, args, kwargs)
         return held_where(new, behind), *others
 
-    return Step("train_step", fun, pure, boxed, jit, **compiled)
+    return Step("train_step", fun, pure, boxed, tx.opened, jit, **compiled)
 
 
 def _of_rows_now(
@@ -283,7 +283,7 @@ def eval_step(
 
     def evaluate(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         _refuse_state(params, "evaluate")
-        params = unheld(params)
+        params = tx.opened(params, state)
         if not tx.catches_up:
             return fun(params, *args, **kwargs)
         alone = lambda *args, **kwargs: (jnp.zeros(()), fun(*args, **kwargs))  # noqa: E731
@@ -291,7 +291,7 @@ def eval_step(
         *_, call, planned, _ = _of_rows_now(alone, tx, params, state, args, kwargs, True)
         return evaluated(call, planned)
 
-    return Step("eval_step", fun, evaluate, evaluate, True, **compiled)
+    return Step("eval_step", fun, evaluate, evaluate, tx.opened, True, **compiled)
 
 
 def _is_a_pass(planned: Planned, leaf: int) -> bool:
