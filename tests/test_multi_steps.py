@@ -11,6 +11,7 @@ import pytest
 from helpers import assert_close, fast_jit, slow_unless
 
 import jslices as js
+import jslices.testing
 
 V, D, K, B = 11, 3, 3, 4
 RNG = np.random.default_rng(0)
@@ -282,3 +283,14 @@ def test_errors():
     batch = jax.tree.map(lambda x: jnp.stack([x, x]), rows)
     with pytest.raises(ValueError, match=r"carries a batch axis from vmap"):
         make(js.sgd(0.1), 2, batch).init(PARAMS["table"])
+
+
+def test_no_table_is_copied_of_an_exact_optimizer():
+    """In a branch XLA copies what the log of steps waits for."""
+    shapes = jax.ShapeDtypeStruct((100_000, 4), np.float32), jnp.zeros(2, jnp.int32)
+    loss = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731
+    grads = jax.eval_shape(js.grad(loss), *shapes)
+    tx = js.optim.multi_steps(js.sgd(0.1, 0.9, untouched="exact"), 2, grads)
+    state = jax.eval_shape(tx.init, shapes[0])
+    args = shapes[0], state, shapes[1]
+    jslices.testing.assert_in_place(js.train_step(loss, tx), *args, donate_argnums=(0, 1))

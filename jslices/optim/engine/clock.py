@@ -284,12 +284,17 @@ def with_rows_in_turn(
     return each_shard(local, rows, last, shared=(count,))  # type: ignore[no-any-return]
 
 
+#: Whether a step is traced as a branch.
+IN_BRANCH: contextvars.ContextVar[bool] = contextvars.ContextVar("branch", default=False)
+
+
 def after_all(count: jax.Array, stepped: PyTree) -> jax.Array:
     """``count``, but not before all arrays have been stepped.
 
-    Rows are stepped by the log, and if XLA:CPU may write it before, it copies the log.
+    Rows are stepped by the log, and if XLA:CPU may write it before, it copies the log. But
+    in a branch it copies each array of which a number is read here.
     """
-    if not is_staged():
+    if not is_staged() or IN_BRANCH.get():
         return count
     arrays = jax.tree.leaves(stepped)
     arrays = [x for x in arrays if x.size and jnp.issubdtype(x.dtype, np.inexact)]

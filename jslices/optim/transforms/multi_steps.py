@@ -24,6 +24,7 @@ from jslices.optim.engine import protocol
 from jslices.optim.engine.arguments import PositiveCount
 from jslices.optim.engine.boxes import unboxed
 from jslices.optim.engine.checks import check_fields
+from jslices.optim.engine.clock import IN_BRANCH
 from jslices.optim.engine.constructors import combinator
 from jslices.optim.engine.numbers import next_count, zero_count
 from jslices.optim.engine.protocol import GradientTransformation, is_leaf
@@ -207,7 +208,11 @@ def _cond(
     """``lax.cond``; without a trace one branch is run as it is, and raises what it does."""
     if isinstance(due, jax.core.Tracer):
         tables = lambda x: row_major_array(x) if is_tall(x) else x  # noqa: E731
-        return jax.tree.map(tables, lax.cond(due, step, wait, *args))
+        token = IN_BRANCH.set(True)
+        try:
+            return jax.tree.map(tables, lax.cond(due, step, wait, *args))
+        finally:
+            IN_BRANCH.reset(token)
     return step(*args) if due else wait(*args)
 
 
