@@ -4,7 +4,7 @@ import os
 
 from hypothesis import settings
 
-#: The programs that the counts below are for; the slow step of ``.ci/run`` has 12.
+#: Of the slow step.
 USUAL = 20
 #: Random programs a run; JSLICES_PROGRAMS=1000 python -m pytest -m fuzz looks for longer.
 PROGRAMS = int(os.environ.get("JSLICES_PROGRAMS", USUAL // 4))
