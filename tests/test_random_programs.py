@@ -64,6 +64,14 @@ def slice_p(table, *starts, sizes):
 def wide(ids, unsigned):  # if these are narrower than rows are many, XLA leaves the array
     return ids if ids.dtype != "int8" and unsigned else ids.astype(int)
 
+def slice_inside(table, *starts, sizes):
+    # XLA makes a slice of a slice one, whose start is the sum of both, wherever they end.
+    inside = []
+    for start, size, length in zip(starts, sizes, table.shape):
+        last = min(length - size, jnp.iinfo(start.dtype).max)
+        inside.append(jnp.clip(start, 0, start.dtype.type(last)))
+    return slice_p(table, *inside, sizes=sizes)
+
 def as_integers(ids, unsigned):  # the same rows
     most = min(jnp.iinfo(ids.dtype).max, 2**30)
     return jnp.minimum(ids, ids.dtype.type(most)).astype(int)
@@ -369,6 +377,8 @@ class Program(NamedTuple):
     def result(self, module, jit, widen="wide"):
         """Value and gradients; or what :func:`run` takes, to compile many as one."""
         names = self.names(wide=NAMES[widen])
+        if widen == "as_integers":
+            names["slice_p"] = NAMES["slice_inside"]
         if module == "jax":
             names["embedding_lookup"] = NAMES["lookup"]
         f, args = eval(self.grad(module), names), (names["P"], names["A"])
