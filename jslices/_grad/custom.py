@@ -297,7 +297,8 @@ class _RowWalk(ProgramWalk):
     """A walk with views where a program has rows, and values where it has none.
 
     ``rows`` are the sizes of the axes that number the rows of the views that go in. There
-    are values if ``within``, as in :func:`with_own_derivative`, is None; else they are.
+    are values where ``within``, as in :func:`with_own_derivative`, is None; elsewhere each
+    value is None.
     """
 
     def __init__(self, rows: tuple[int, ...], within: frozenset[Any] | None) -> None:

@@ -302,17 +302,9 @@ class GradientTransformation:
             return params, state
         return self._catch_up(params, state, ids)
 
-    def opened(self, params: Params, state: State = ()) -> Params:
-        """The parameters out of boxes; no rows may be behind where none catch up."""
-        plain = unheld(params)
-        is_held = plain is not params and not self.exact
-        if is_held or not (self.catches_up or is_without_clocks(state)):
-            raise ValueError(_OF_ANOTHER.format(self))
-        return plain
-
     def flush(self, params: Params, state: State) -> tuple[Params, State]:
         """The same for every row, before parameters are saved."""
-        params = self.opened(params, state)
+        params = plain_of(self, params, state)
         if self._flush is not None:
             return self._flush(params, state)  # type: ignore[no-any-return]
         params, state = self.catch_up(params, state, jax.tree.map(lambda p: True, params))
@@ -365,7 +357,7 @@ class GradientTransformation:
         One that is not, of an optimizer that knows no views, is the whole. ``caught_up``:
         whether the caller lets whatever is read as a whole catch up before.
         """
-        params = self.opened(params, state)
+        params = plain_of(self, params, state)
         if self._catch_up is None:
             return params, [True] * len(jax.tree.leaves(params))
         every = jax.tree.map(lambda p: True, params)
@@ -420,6 +412,15 @@ def refuse_alone(call: str, grads: Gradients, params: PyTree) -> None:
             "unpack it: value, grads = jslices.value_and_grad(loss)(params, ...), or "
             "updates, state = tx.update(grads, state, params)"
         )
+
+
+def plain_of(tx: GradientTransformation, params: Params, state: State = ()) -> Params:
+    """The parameters out of boxes; no rows may be behind where none catch up."""
+    plain = unheld(params)
+    is_held = plain is not params and not tx.exact
+    if is_held or not (tx.catches_up or is_without_clocks(state)):
+        raise ValueError(_OF_ANOTHER.format(tx))
+    return plain
 
 
 #: Parameters that are there as a whole, in place of the old ones.

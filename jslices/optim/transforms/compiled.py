@@ -51,7 +51,7 @@ class Step:
 
     # No public attribute: jax.jit copies those of a function over its own.
     __slots__ = tuple(
-        "__weakref__ _call _compiled _fun _is_new _jitted _opened _pure _static "
+        "__weakref__ _call _compiled _fun _is_new _jitted _plain _pure _static "
         "boxed".split()
     )
 
@@ -61,12 +61,12 @@ class Step:
         fun: Callable[..., Any],
         pure: Callable[..., Any],
         boxed: Callable[..., Any],
-        opened: Callable[[Params], Params],
+        plain: Callable[[Params], Params],
         jit: bool,
         **options: Any,
     ) -> None:
         self._call, self._fun, self._pure, self._is_new = call, fun, pure, True
-        self._opened = opened
+        self._plain = plain
         options = {"static_argnames": (), **options}
         names = options["static_argnames"]
         self._static = {names} if isinstance(names, str) else {*names}
@@ -85,7 +85,7 @@ class Step:
             return self._pure(params, state, *args, **kwargs)
         token = ARGUMENTS.set((params, (args, kwargs)))
         try:
-            results = self._compiled(self._opened(params), state, *args, **kwargs)
+            results = self._compiled(self._plain(params), state, *args, **kwargs)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             self._explain(error, args, kwargs)
             raise

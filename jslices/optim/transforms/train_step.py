@@ -26,7 +26,7 @@ from jslices._place.hints import HINT_BYTES, hint_once
 from jslices._rows.access import is_below
 from jslices._slices.held import held_as, held_where
 from jslices._typing import Params, PyTree, State
-from jslices.optim.engine.protocol import GradientTransformation
+from jslices.optim.engine.protocol import GradientTransformation, plain_of
 from jslices.optim.engine.step import entries_of_a_pass
 from jslices.optim.transforms.compiled import ARGUMENTS, Step, made_once
 from jslices.optim.transforms.of_models import (
@@ -163,7 +163,7 @@ def train_step(
 
     @donated.unsaid(not donate)
     def pure(params: Params, state: State, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        (new, *others), _ = stepped(tx.opened(params), state, args, kwargs)
+        (new, *others), _ = stepped(plain_of(tx, params), state, args, kwargs)
         return held_as(params, new), *others
 
     @donated.unsaid(not donate)
@@ -171,7 +171,8 @@ def train_step(
         (new, *others), behind = stepped(params, state, args, kwargs)
         return held_where(new, behind), *others
 
-    return Step("train_step", fun, pure, boxed, tx.opened, jit, **compiled)
+    plain = functools.partial(plain_of, tx)
+    return Step("train_step", fun, pure, boxed, plain, jit, **compiled)
 
 
 def _of_rows_now(
@@ -283,7 +284,7 @@ def eval_step(
 
     def evaluate(params: Params, state: State, *args: Any, **kwargs: Any) -> Any:
         _refuse_state(params, "evaluate")
-        params = tx.opened(params, state)
+        params = plain_of(tx, params, state)
         if not tx.catches_up:
             return fun(params, *args, **kwargs)
         alone = lambda *args, **kwargs: (jnp.zeros(()), fun(*args, **kwargs))  # noqa: E731
@@ -291,7 +292,8 @@ def eval_step(
         *_, call, planned, _ = _of_rows_now(alone, tx, params, state, args, kwargs, True)
         return evaluated(call, planned)
 
-    return Step("eval_step", fun, evaluate, evaluate, tx.opened, True, **compiled)
+    plain = functools.partial(plain_of, tx)
+    return Step("eval_step", fun, evaluate, evaluate, plain, True, **compiled)
 
 
 def _is_a_pass(planned: Planned, leaf: int) -> bool:
