@@ -152,6 +152,10 @@ class _Body:
             slotted: outer.arrays[slotted].new_child() if outer else ChainMap()
             for slotted in (True, False)
         }
+        #: Views whose rows were read for that, with slots and without, as planned.
+        self.rows_read: ChainMap[tuple[View, bool], None] = (
+            outer.rows_read.new_child() if outer else ChainMap()
+        )
 
 
 class Runner(ViewWalk):
@@ -197,10 +201,11 @@ class Runner(ViewWalk):
         any_slotted = False
         for view, slotted, few in parts_of(value):
             any_slotted |= slotted
-            arrays = self._body.arrays[slotted]
-            if view in arrays or not few:
+            if not few or (view, slotted) in self._body.rows_read:
                 continue
+            self._body.rows_read[view, slotted] = None
             rows = self._read(every_row(view), [], None, slotted)
+            arrays = self._body.arrays[slotted]
             arrays[view] = self._array(view, False) if rows is None else rows
         # No other use has a gradient, or the plan would have made the table dense.
         return self._array(value, any_slotted)
